@@ -189,9 +189,8 @@ class ParallelAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         for rope_module in rope.modules() if isinstance(rope, nn.Module) else ():
-            replicate_own_parameters(
-                rope_module, mesh, None, sums_gradients=lambda: True
-            )  # each rank's gradient has the terms of its heads only
+            # Each rank's gradient has the terms of its heads only.
+            replicate_own_parameters(rope_module, mesh, None, sums_gradients=lambda: True)
         self.rope = rope
         self.causal = causal
         self.scale = scale

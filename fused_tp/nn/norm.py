@@ -119,9 +119,8 @@ def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
             for name in names:
                 owner_path, _, attribute = name.rpartition(".")
                 owner_module = self.get_submodule(owner_path)
-                parameter = owner_module._parameters[
-                    attribute
-                ]  # a plain tensor after plain_parameters_, or in a nested call
+                # A plain tensor after plain_parameters_, or in a nested call.
+                parameter = owner_module._parameters[attribute]
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
                 elif isinstance(parameter, nn.Parameter) and attribute in getattr(owner_module, PLAIN_SHARDINGS, {}):

@@ -71,9 +71,8 @@ _NORM_TOLERANCE = 1e-3  # relative to the norm of all gradients; larger than rou
 
 _watched_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _methods_before_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[nn.Module], None]]] = WeakKeyDictionary()
-_replaced_parameters: Any = (
-    WeakIdKeyDictionary()
-)  # names of parameters that were replaced, and that no model uses any more
+# Names of parameters that were replaced, and that no model uses any more.
+_replaced_parameters: Any = WeakIdKeyDictionary()
 _step_records: WeakKeyDictionary[Optimizer, _StepRecord] = WeakKeyDictionary()
 
 
@@ -455,9 +454,8 @@ def _with_shared_result(unscale: Any) -> Any:
             scaler, unscaled_optimizer, inv_scale, found_inf, *args
         )
         if groups:
-            found_inf_per_device = found_inf_per_device or {
-                found_inf.device: found_inf
-            }  # this rank has no gradient, but other ranks may
+            # If this rank has no gradient, other ranks may have one.
+            found_inf_per_device = found_inf_per_device or {found_inf.device: found_inf}
             _share_flags(groups, found_inf_per_device)
         elif not found_inf_per_device:
             _refuse_unrelated_parameters(optimizer, parameters)

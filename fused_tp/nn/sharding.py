@@ -161,9 +161,8 @@ def shard_parameter(
         local_tensor = full_tensor.detach()
         for dim, start, length in _local_ranges(local_tensor.shape, mesh, placement):
             local_tensor = local_tensor.narrow(dim, start, length)
-        local_tensor = local_tensor.clone(
-            memory_format=torch.contiguous_format
-        )  # a copy: the full storage can be freed
+        # A copy, so that the full storage can be freed.
+        local_tensor = local_tensor.clone(memory_format=torch.contiguous_format)
         dtensor = as_dtensor(local_tensor, mesh, placement, full_tensor.shape)
         sharded_parameter = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     vars(sharded_parameter).update(

@@ -78,9 +78,8 @@ def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     if not target._local_tensor.is_meta and not _write_through(target, func, other_args, kwargs):
         full_tensor = _empty_full_tensor(target)
         func(full_tensor, *other_args, **(kwargs or {}))
-        _write_local_shard(
-            target, full_tensor, equalize=func is not torch.ops.aten.bernoulli_.float
-        )  # dropout also calls bernoulli_
+        # Not equalized by bernoulli_, because dropout also calls it.
+        _write_local_shard(target, full_tensor, equalize=func is not torch.ops.aten.bernoulli_.float)
     return target
 
 

@@ -69,9 +69,8 @@ class GradientSync:
         self._watched_parameters: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
         self.is_deferring = False  # inside `defer`: backward leaves gradients unreduced
         self._deferred_ids = set[int]()  # ids of the parameters with an unreduced gradient
-        self._is_reduction_pending = (
-            False  # the next backward outside of `defer`, or `reduce_deferred`, must reduce them
-        )
+        # The next backward outside of `defer`, or `reduce_deferred`, must reduce the deferred gradients.
+        self._is_reduction_pending = False
         self.is_disabled = False  # inside `disable`
         # Weak reference to the callback that runs at the end of backward. Autograd holds the only strong reference, so
         # a backward that raises drops the callback.

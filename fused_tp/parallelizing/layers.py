@@ -439,9 +439,8 @@ def _replace_stand_in_by_shard(
     if not state.is_tp_sharded:
         return None
     x = args[0]
-    shard = getattr(
-        x, _SHARD_ATTRIBUTE, None
-    )  # layers that are not attention projections (gates) may get a stand-in, too
+    # Layers that are not attention projections, such as gates, may get a stand-in, too.
+    shard = getattr(x, _SHARD_ATTRIBUTE, None)
     if shard is None and attention_projection:
         raise ValueError(
             "sequence_parallel=True needs attention modules that pass their first argument unchanged to their "

@@ -357,18 +357,18 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
     """Plan the sharding of `model`, and check the plan completely, before the first module is changed."""
-    parallelism, given_plan = options.parallelism, options.keywords.plan
+    parallelism, requested_plan = options.parallelism, options.keywords.plan
     tp_mesh = parallelism.tp_mesh
     peft = _peft_module()
     adapters = peft.Adapters(model) if peft else None
     is_hf = is_transformers_model(model)
     # Without TP ranks, the plan is only used to locate the attention modules of a plain model; a transformers model
     # does not need it.
-    has_plan = given_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not is_hf)
+    has_plan = requested_plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not is_hf)
     num_ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
     with adapters.without_wrappers() if adapters else nullcontext():
-        plan = resolve_plan(model, given_plan) if tp_mesh is not None or has_plan else ShardingPlan()
+        plan = resolve_plan(model, requested_plan) if tp_mesh is not None or has_plan else ShardingPlan()
         expert_distribution = _plan_experts(model, options, plan)
         if tp_mesh is not None:
             plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)

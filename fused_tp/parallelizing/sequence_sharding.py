@@ -530,9 +530,8 @@ class SequenceSharding:
 
     def _record_head_output(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
-        if (
-            frame is not None and frame.owner is self and frame.node_number == running_node_number()
-        ):  # False if backward reruns it
+        # Not if backward reruns the head.
+        if frame is not None and frame.owner is self and frame.node_number == running_node_number():
             self._head_outputs.record(output)
 
     def _set_layer_state(self, state: LayerState) -> None:

@@ -148,7 +148,7 @@ def _make_unset_buffer(template: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    is_always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark these as unset
+    is_always_set = buffer.dtype == torch.bool or not buffer.numel()  # no value can mark such a buffer as unset
     unset = unset_value(buffer.dtype)
     return not is_always_set and bool((buffer.isnan() if isnan(unset) else buffer == unset).all())
 

@@ -574,7 +574,7 @@ class Pipeline:
         and None on others.
         """
         prepared_batch = self._prepare_batch(batch, with_labels=False)
-        with training_mode(self.stages.values(), training=False):
+        with training_mode(self.stages.values(), is_training=False):
             outputs = self._run_forward(prepared_batch)
         if "labels" in prepared_batch:
             return self._broadcast_loss(outputs)
@@ -1096,9 +1096,8 @@ def _send_to_rank(
     rank, size = transport.rank, transport.world_size
     sent_bytes = torch.empty(0, dtype=torch.uint8, device=device)
     if tensor is not None:
-        sent_bytes = (
-            tensor.contiguous().view(-1).view(torch.uint8).to(device)
-        )  # as bytes, because gloo lacks some dtypes
+        # As bytes, because gloo lacks some dtypes.
+        sent_bytes = tensor.contiguous().view(-1).view(torch.uint8).to(device)
     send_sizes, recv_sizes = [0] * size, [0] * size
     send_sizes[destination_rank] = len(sent_bytes)
     recv_sizes[owner_rank] = math.prod(shape) * dtype.itemsize if rank == destination_rank else 0

@@ -155,7 +155,7 @@ class _Probe:
                 elif _has_parameters(module) and not name.startswith(layer_prefix) and not self.contains_layers(name):
                     stack.enter_context(module.register_forward_hook(partial(self.after_other_module, name)))
             # Training mode, because eval mode would hide dropout between layers.
-            stack.enter_context(training_mode([self.model], training=True))
+            stack.enter_context(training_mode([self.model], is_training=True))
             stack.enter_context(torch.random.fork_rng())
             output = self.model(**example)
         if self.layer_calls != len(self.layers):
@@ -268,12 +268,12 @@ class _Probe:
 
 
 @contextmanager
-def training_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
+def training_mode(models: Iterable[nn.Module], *, is_training: bool) -> Iterator[None]:
     """Set training or eval mode on `models`; on exit, restore the mode of each of their modules."""
     modes = {module: module.training for model in models for module in model.modules()}
     try:
         for module in modes:
-            module.training = training
+            module.training = is_training
         yield
     finally:
         for module, mode in modes.items():

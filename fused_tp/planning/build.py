@@ -91,9 +91,8 @@ def build(
         for module in sharded_modules:
             _apply_fsdp(module, container, experts, mesh, reshard_after_forward=config.pp == 1)
         if isinstance(parallel_model, Pipeline):
-            for (
-                stage
-            ) in parallel_model.stages.values():  # torch's schedules recognize FSDP only on the module that they call
+            # torch's schedules recognize FSDP only on the module that they call.
+            for stage in parallel_model.stages.values():
                 fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
     elif config.world_size == 1:
         model.to(mesh.device_type)

@@ -460,9 +460,8 @@ class CostModel:
         ) + self._matmul_seconds(tokens, hidden, logit_features, self._dense_precision)
         matmul_seconds += self._grad_weight_matmul_seconds(logit_features, hidden, self._dense_precision)
         gather_seconds = self._collective_seconds(self.element_bytes * tokens * hidden, self.config.tp, 1)
-        loss_seconds = self._memory_seconds(
-            20 * tokens * logit_features, self.constants.pointwise
-        )  # the loss is fp32 for every precision
+        # The loss is fp32 for every precision.
+        loss_seconds = self._memory_seconds(20 * tokens * logit_features, self.constants.pointwise)
         return StepTime(matmul=matmul_seconds, memory_bound=loss_seconds, tp=2 * gather_seconds)
 
     # -- time of a step -----------------------------------------------------------------------------------------------
@@ -568,7 +567,7 @@ class CostModel:
                 gradient_bytes * layer_parameters / group.num_shards,
                 group.num_replicas,
                 group.neighbor_distance * group.num_shards,
-                passes=2,
+                num_passes=2,
             )
         # Gradients are reduced after the last microbatch. A pipeline gathers parameters once per step; without a
         # pipeline, each forward and each backward gathers them.
@@ -639,7 +638,7 @@ class CostModel:
         parameters_outside = (
             max(end_parameters)
             if self.config.pp > 1
-            else end_parameters[0] + (0 if self.shape.tied else end_parameters[1])
+            else end_parameters[0] + (0 if self.shape.is_tied else end_parameters[1])
         )
         return self._sum_on_largest_rank(self._layer_parameters) + parameters_outside
 

@@ -57,12 +57,8 @@ _EXPERTS_PER_TOKEN_NAMES = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_topk", "moe_k", "topk"),
     *("top_k_experts", "num_selected_experts"),
 )
-_DOWN_PROJECTION_SUBSTRINGS = (
-    "down",
-    "output",
-    "out_proj",
-    "w2",
-)  # substrings of names of expert weights that map back to the hidden state
+# Substrings of names of expert weights that map back to the hidden state.
+_DOWN_PROJECTION_SUBSTRINGS = ("down", "output", "out_proj", "w2")
 
 
 def count_config(config: Any) -> ModelShape:
@@ -116,7 +112,7 @@ def count_model(model: Any) -> ModelShape:
         stack=tuple(layers_by_kind[kind_index] for kind_index in model_layers.kind_indices),
         embedding=counter.sum_weights(_first_occurrences(embedding_parameters)),
         output=counter.sum_weights(output_parameters),
-        tied=is_tied,
+        is_tied=is_tied,
         notes=(
             *model_layers.notes,
             *counter.notes(model_layers, layers_by_kind),

@@ -128,9 +128,9 @@ class ModelShape:
         hidden: features of the hidden state.
         vocab: features of the logits.
         stack: the layers, in order of execution.
-        embedding: weights outside the layers; includes the output layer only if `tied`.
+        embedding: weights outside the layers; includes the output layer only if `is_tied`.
         output: weights of the output layer.
-        tied: the output layer shares its weight with the embedding.
+        is_tied: True if the output layer shares its weight with the embedding.
         notes: messages about parts of the model that the cost model omits.
         check: raises ValueError if `parallelize` would reject a ParallelConfig; None: heads and experts decide.
     """
@@ -141,7 +141,7 @@ class ModelShape:
     stack: tuple[Layer, ...]
     embedding: Weights
     output: Weights
-    tied: bool = False
+    is_tied: bool = False
     notes: tuple[str, ...] = ()
     check: Callable[[ParallelConfig], None] | None = field(default=None, compare=False, repr=False)
 
@@ -199,7 +199,7 @@ class ModelShape:
 
     @property
     def _parameters_outside_layers(self) -> int:
-        return self.embedding.count + (0 if self.tied else self.output.count)
+        return self.embedding.count + (0 if self.is_tied else self.output.count)
 
     def flops(self, tokens: float, seq: int) -> float:
         """Return the model FLOPs of forward and backward for `tokens` tokens in rows of `seq`.
@@ -231,7 +231,7 @@ class ModelShape:
             "vocab": self.vocab,
             "heads": max((query_heads for query_heads, _ in head_counts), default=0),
             "kv_heads": max((kv_heads for _, kv_heads in head_counts), default=0),
-            "tied": self.tied,
+            "tied": self.is_tied,
             "experts_per_token": max(layer.experts_per_token for layer in self.stack),
         }
 
@@ -310,7 +310,13 @@ def decoder_shape(
     )
     embedding = Weights(vocab * hidden, vocab * hidden)
     return ModelShape(
-        name=name, hidden=hidden, vocab=vocab, stack=(layer,) * layers, embedding=embedding, output=embedding, tied=tied
+        name=name,
+        hidden=hidden,
+        vocab=vocab,
+        stack=(layer,) * layers,
+        embedding=embedding,
+        output=embedding,
+        is_tied=tied,
     )
 
 

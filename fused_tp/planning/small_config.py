@@ -197,9 +197,8 @@ def small_config(config_class: Any, **changes: Any) -> Any:
         if name not in sizes and isinstance(sub_config, PreTrainedConfig):
             sizes[name] = small_config(type(sub_config))
     alias_targets: dict[str, str] = getattr(config_class, "attribute_map", {})
-    changed_fields = {
-        alias_targets.get(name, name) for name in changes
-    }  # drop aliases of changed fields, which could override them
+    # Drop aliases of changed fields, which could override them.
+    changed_fields = {alias_targets.get(name, name) for name in changes}
     sizes = {name: value for name, value in sizes.items() if alias_targets.get(name, name) not in changed_fields}
     config: Any = config_class(**sizes, **changes)
     return config

@@ -123,9 +123,8 @@ class DistributedBatches:
         self._collate, self._loader_keywords = collate_fn or default_collate, loader
         self._saves_dataset_state = dataset_state
         self._dataset_state: Any = None
-        self._iterator_token: object | None = (
-            None  # token of the latest __iter__; an older iterator raises when it continues
-        )
+        # Token of the latest __iter__; an older iterator raises when it continues.
+        self._iterator_token: object | None = None
         self._dp_rank, self._dp_size = data_parallel_rank_and_size(mesh, dp_dims)
         self._check_arguments_agree(mesh)
         batch_size, remainder = divmod(global_batch_size, self._dp_size)

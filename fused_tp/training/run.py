@@ -264,10 +264,10 @@ class TrainingRun:
         target_count = batch.pop(_TARGET_COUNT_KEY)
         microbatches = [t.chunk(self.config.microbatches) for t in batch.values()]
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients_need_no_sync = self.config.world_size == self.config.tp
+        needs_no_sync = self.config.world_size == self.config.tp
         for index, values in enumerate(zip(*microbatches, strict=True), 1):
             is_last = index == self.config.microbatches
-            with nullcontext() if is_last or gradients_need_no_sync else no_sync(self.model):
+            with nullcontext() if is_last or needs_no_sync else no_sync(self.model):
                 arguments = dict(zip(batch, values, strict=True))
                 loss = self.model(**arguments, use_cache=False, num_items_in_batch=target_count).loss
                 loss.backward()

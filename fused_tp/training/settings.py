@@ -127,9 +127,8 @@ class TrainSettings(_SettingsPart):
     sample: SampleSettings | None = None
     log_every: PositiveInt = 1
     machine: str | None = None
-    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = (
-        0  # epochs are added to the seed, and the sum must be below 2**64
-    )
+    # Epochs are added to the seed, and the sum must be below 2**64.
+    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 0
     profile: ProfileSettings | None = None
     export: Path | None = None
     out: Path = Path("out/train")

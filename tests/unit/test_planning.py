@@ -217,7 +217,7 @@ def test_tied_embeddings_are_counted_once() -> None:
         find_shape(transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied))
         for tied in (False, True)
     )
-    assert tied.tied and apart.parameters - tied.parameters == 128 * 64
+    assert tied.is_tied and apart.parameters - tied.parameters == 128 * 64
     assert apart.flops(1, 8) == tied.flops(1, 8)
 
 

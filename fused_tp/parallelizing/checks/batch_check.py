@@ -96,16 +96,16 @@ class BatchCheck:
         call = self.calls_by_mode[model.training] = self.calls_by_mode[model.training] + 1
         if is_check_due(call):
             arguments = {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs}
-            self._compare(sum(self.calls_by_mode.values()), arguments, training=model.training)
+            self._compare(sum(self.calls_by_mode.values()), arguments, is_training=model.training)
 
-    def _compare(self, call: int, arguments: dict[str, Any], *, training: bool) -> None:
+    def _compare(self, call: int, arguments: dict[str, Any], *, is_training: bool) -> None:
         descriptions = {
             name: content
             for key, value in sorted(arguments.items())
             for name, content in _comparable_values(key, value)
         }
         rank_descriptions, training_flags = zip(
-            *gather_over_meshes(self.meshes, "the batch", (descriptions, training)), strict=True
+            *gather_over_meshes(self.meshes, "the batch", (descriptions, is_training)), strict=True
         )
         dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         if len(set(training_flags)) > 1:

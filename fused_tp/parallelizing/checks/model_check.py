@@ -94,6 +94,7 @@ class ModuleCheck:
             self._values = {n: _callers_values(m) for n, m in model.named_modules()} if is_next_due else {}
 
     def __getstate__(self) -> dict[str, Any]:
+        # Without records of parameters and modules, because those of a copy differ.
         return {
             **vars(self),
             "storages": {},
@@ -101,7 +102,7 @@ class ModuleCheck:
             "_values": {},
             "_tables": [],
             "_table_sizes": [],
-        }  # a copy has other parameters and modules
+        }
 
     def check_parameters(self, model: nn.Module, args: Any) -> None:
         """Raise ValueError for changed parameters. This hook runs before the hooks that restore the unsharded model."""
@@ -235,9 +236,8 @@ def callers_code(module: nn.Module) -> dict[str, object]:
 
     Functions of `_LIBRARIES` are omitted, because libraries may register hooks at any time.
     """
-    own_class = next(
-        base for base in type(module).__mro__ if not issubclass(base, FSDPModule)
-    )  # fully_shard subclasses
+    # Not the subclass that fully_shard creates.
+    own_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     code: dict[str, object] = {"class": own_class, "forward": getattr(own_class, "forward", None)}
     callables = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
     hook_tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)

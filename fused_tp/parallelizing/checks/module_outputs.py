@@ -187,9 +187,8 @@ class OutputComparison:
 
     def __init__(self, expected_recording: Recording, rank_shards: RankShards) -> None:
         self._expected_recording, self._rank_shards = expected_recording, rank_shards
-        self._recorded_outputs: list[
-            tuple[str, list[Tensor]]
-        ] = []  # copies, because models may write into tensors in place
+        # Copies, because models may write into tensors in place.
+        self._recorded_outputs: list[tuple[str, list[Tensor]]] = []
 
     @contextmanager
     def recording_outputs(self, models: Iterable[nn.Module]) -> Iterator[None]:

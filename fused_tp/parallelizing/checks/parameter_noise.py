@@ -89,9 +89,8 @@ def _constant_value(parameter: Tensor) -> float | None:
     if not is_dense or not parameter.is_floating_point() or not parameter.numel() or parameter.is_inference():
         return None
     values = parameter.detach()
-    first_value, last_value = (
-        values[(i,) * parameter.ndim] for i in (0, -1)
-    )  # compared first: they rule out most tensors
+    # Compare the first and the last value before all others: they differ in most tensors.
+    first_value, last_value = (values[(i,) * parameter.ndim] for i in (0, -1))
     if not bool(first_value == last_value) or (values.numel() == 1 and float(first_value) not in (0.0, 1.0)):
         return None
     return float(first_value) if bool((values == first_value).all()) else None

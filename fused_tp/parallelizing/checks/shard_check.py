@@ -97,10 +97,10 @@ class ShardCheck:
             )
         self._accepted_ddp_id = id(wrapper)
 
-    def _tp_ranks_among(self, ranks: Sequence[int]) -> list[int]:
-        """Return the tensor parallel ranks among the global `ranks`; [] if there is only one."""
+    def _tp_ranks_among(self, global_ranks: Sequence[int]) -> list[int]:
+        """Return the tensor parallel ranks among the global `global_ranks`; [] if there is only one."""
         assert self.tp_mesh is not None
-        tp_ranks = set(self.tp_mesh.mesh.flatten().tolist()) & set(ranks)
+        tp_ranks = set(self.tp_mesh.mesh.flatten().tolist()) & set(global_ranks)
         return sorted(tp_ranks) if len(tp_ranks) > 1 else []
 
     def _weight_shards(self, model: nn.Module) -> Iterator[Tensor]:

@@ -383,7 +383,7 @@ class _StepComparison:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         known_shapes = self.check.output_shapes
         if (key := self._shapes_key()) not in known_shapes:
-            with isolated_passes(self.model, self.mode, gradients=self.with_gradients):
+            with isolated_passes(self.model, self.mode, with_gradients=self.with_gradients):
                 known_shapes[key] = [t.shape for t in self._run()]
         reason = self._gather_parameters()
         if self.check.calls > 1 or reason:
@@ -413,7 +413,7 @@ class _StepComparison:
         expected, weights, expected_gradients = unsharded_step.outputs, unsharded_step.weights, unsharded_step.gradients
         self.check.replicated_indices = frozenset(weights)
         variables: dict[VariableId, Any] = {}
-        with isolated_passes(self.model, self.mode, gradients=self.with_gradients, written=variables):
+        with isolated_passes(self.model, self.mode, with_gradients=self.with_gradients, written_variables=variables):
             outputs = self._run()
             has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
             buffers = self._small_buffers()
@@ -528,10 +528,12 @@ class _StepComparison:
     # -- the two models ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _unsharded(self, written: dict[VariableId, Any] | None = None) -> Iterator[Callable[[], bool]]:
+    def _unsharded(self, written_variables: dict[VariableId, Any] | None = None) -> Iterator[Callable[[], bool]]:
         with (
             self.check.unsharded_model.restore(self.model, self.full_parameters),
-            preserve_state([self.model], self.mode, gradients=self.with_gradients, written=written) as drew_random,
+            preserve_state(
+                [self.model], self.mode, with_gradients=self.with_gradients, written_variables=written_variables
+            ) as drew_random,
         ):
             yield drew_random
 
@@ -767,15 +769,21 @@ def isolated_passes(
     mode: Mode,
     random_states: Sequence[Tensor] = (),
     *,
-    gradients: bool = True,
-    written: dict[VariableId, Any] | None = None,
+    with_gradients: bool = True,
+    written_variables: dict[VariableId, Any] | None = None,
 ) -> Iterator[None]:
     """Context in which passes of the sharded model have no side effects, and do not sum gradients over ranks."""
     with ExitStack() as stack:
         for sync in find_gradient_syncs(model):
             stack.enter_context(sync.disable())
         stack.enter_context(
-            preserve_state([model], mode, gradients=gradients, random_states=random_states, written=written)
+            preserve_state(
+                [model],
+                mode,
+                with_gradients=with_gradients,
+                random_states=random_states,
+                written_variables=written_variables,
+            )
         )
         yield
 

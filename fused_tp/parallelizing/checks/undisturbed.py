@@ -73,9 +73,9 @@ def preserve_state(
     models: Sequence[nn.Module],
     mode: Mode,
     *,
-    gradients: bool = False,
+    with_gradients: bool = False,
     random_states: Sequence[torch.Tensor] = (),
-    written: dict[VariableId, Any] | None = None,
+    written_variables: dict[VariableId, Any] | None = None,
 ) -> Iterator[Callable[[], bool]]:
     """Context for forward passes that leaves `models` unchanged.
 
@@ -84,9 +84,9 @@ def preserve_state(
     Args:
         models: models to restore. Layers of this package keep their new attributes, which may hold results that ranks
             have agreed on.
-        gradients: enable gradients.
+        with_gradients: enable gradients.
         random_states: initial states, from `current_random_states`; by default those of seed 0.
-        written: receives the tensors and numbers that the code in the context has written to variables.
+        written_variables: receives the tensors and numbers that the code in the context has written to variables.
     """
     modules = [module for model in models for module in model.modules()]
     module_states = [ModuleState.from_module(module) for module in modules]
@@ -103,7 +103,7 @@ def preserve_state(
         with (
             _restore_on_exit([container for _, container in reachable_state]) as saved_containers,
             torch.random.fork_rng(_initialized_gpus()),
-            torch.set_grad_enabled(gradients),
+            torch.set_grad_enabled(with_gradients),
             suspend_checks(),
             _hide_saved_tensors(),
         ):
@@ -122,9 +122,9 @@ def preserve_state(
                 yield lambda: drew_random
             finally:
                 drew_random = not all(map(torch.equal, initial_states, current_random_states()))
-                if written is not None:
+                if written_variables is not None:
                     variables = [*_variables(module_states, reachable_state, saved_containers)]
-                    written.update(
+                    written_variables.update(
                         (variable, value.detach().clone() if isinstance(value, torch.Tensor) else value)
                         for variable, saved_value, value in variables
                         if _is_written(saved_value, value, state_tensors)

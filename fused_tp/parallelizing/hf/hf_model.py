@@ -559,12 +559,11 @@ class TransformersSequenceSharding(SequenceSharding):
             or model.training
             or self.config.is_encoder_decoder
             or layer_types - {"full_attention", "sliding_attention"}
-            or self.non_attention_types  # such a cache does not hold their state
+            or self.non_attention_types  # a sharded cache does not hold the state of these layers
             or getattr(text_config, "num_kv_shared_layers", None)
             or not all(find_family(config).can_shard_cache for config in (text_config, self.config))
-            or getattr(
-                text_config, "kv_lora_rank", None
-            )  # the cache holds latents, from which keys and values are computed
+            # The cache holds latents, from which keys and values are computed.
+            or getattr(text_config, "kv_lora_rank", None)
             or arguments.get("is_causal") is not None
             or self._returns_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known_names for name, value in arguments.items())
