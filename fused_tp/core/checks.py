@@ -1,4 +1,4 @@
-"""Selection of the calls that are checked: the first 3, then every `FUSED_TP_CHECK_BATCH`-th."""
+"""Selection of the calls that are checked: the first ones, then every `FUSED_TP_CHECK_BATCH`-th."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import torch
 from fused_tp.core import settings
 
 FIRST_CALLS = 3
+_FIRST_CHANGES = 16
 
 
 def is_check_due(call: int) -> bool:
     """True if ranks compare their data at call number `call`, counted from 1. False during CUDA graph capture."""
     interval = settings.batch_check_every()
     return interval > 0 and (call <= FIRST_CALLS or call % interval == 0) and not is_capturing()
+
+
+def is_change_check_due(call: int) -> bool:
+    """True if ranks look for changes of the model: at calls 1 to 16, 32, 64, ..., and if checks are due."""
+    is_early = call <= _FIRST_CHANGES or call & (call - 1) == 0
+    return is_check_due(call) or (is_early and settings.batch_check_every() > 0 and not is_capturing())
 
 
 def is_repetition_due(call: int) -> bool:

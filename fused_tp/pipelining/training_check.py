@@ -42,7 +42,7 @@ from fused_tp.parallelizing.checks.step_check import (
     copy_arguments,
     gradient_errors,
     gradient_shards,
-    gradients_by_backward,
+    gradients_of,
     two_norm,
 )
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
@@ -149,7 +149,7 @@ def _run_whole(
         with preserve_state([model], mode, with_gradients=True) as drew_random:
             _set_training_mode([model], mode)
             total_loss, loss_difference = stage.compute_batch_loss(copy_arguments(dict(batch)), microbatches)
-            gradients = gradients_by_backward(total_loss, [*parameters.values()])
+            gradients = gradients_of([total_loss], [*parameters.values()])
         if drew_random() and mode is not Mode.EVAL:
             return None
         grads = {name: _zeros_if_none(grad, p) for (name, p), grad in zip(parameters.items(), gradients, strict=True)}

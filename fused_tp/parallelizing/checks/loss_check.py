@@ -34,13 +34,15 @@ from fused_tp.parallelizing.checks.step_check import (
     copy_arguments,
     gradient_errors,
     gradient_shards,
+    gradients_of,
+    has_reentrant_checkpoint,
     isolated_passes,
     run_on_copies,
+    separate_grads,
     two_norm,
 )
 from fused_tp.parallelizing.checks.undisturbed import Mode, current_random_states
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs
-from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
 from fused_tp.parallelizing.outputs import find_tensors, iterate_tensors
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 
@@ -184,7 +186,7 @@ class _WatchedCall:
         with isolated_passes(self.model, Mode.AS_IT_IS, self.random_states):
             with self.autocast():  # the caller's modes at forward; this code runs in backward, outside autocast
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
-            if any(node.name() == REENTRANT_NODE for i in output_gradients for node in reachable_nodes(outputs[i])):
+            if has_reentrant_checkpoint([outputs[i] for i in output_gradients]):
                 return  # torch.autograd.grad does not support reentrant checkpoints
             if any(self._differs(i, outputs[i]) for i in output_gradients):
                 return  # forward depends on state that it changes, so it cannot be repeated
@@ -281,11 +283,11 @@ def _parameter_gradients(
     for i in order:
         direct_gradient = output_gradients[i]
         if roots:
-            (indirect_gradient,) = torch.autograd.grad(
-                roots, [outputs[i]], root_gradients, retain_graph=True, allow_unused=True
-            )
+            with separate_grads(parameters):
+                (indirect_gradient,) = torch.autograd.grad(
+                    roots, [outputs[i]], root_gradients, retain_graph=True, allow_unused=True
+                )
             direct_gradient = direct_gradient if indirect_gradient is None else direct_gradient - indirect_gradient
         roots.append(outputs[i])
         root_gradients.append(direct_gradient)
-    gradients = torch.autograd.grad(roots, list(parameters), root_gradients, allow_unused=True)
-    return gradients, dict(zip(order, root_gradients, strict=True))
+    return gradients_of(roots, parameters, root_gradients), dict(zip(order, root_gradients, strict=True))

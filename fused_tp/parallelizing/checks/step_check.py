@@ -2,8 +2,8 @@
 
 The comparison runs at the first 2 calls that require gradients and at the 10th, 100th, ..., because forward may depend
 on the batch and change with time. It runs at the first call with other trainable parameters. It also runs at each call
-that is due (`is_check_due`) if the callers' code, the mode, arguments or autocast differ from those of all compared
-calls:
+that is due (`is_change_check_due`) if conditions (`conditions`), the mode, arguments or autocast differ from those of
+all compared calls. Outputs of calls without gradients are compared on the same grounds, up to 16 times:
 
 | model     | computes                                                                                             |
 |-----------|------------------------------------------------------------------------------------------------------|
@@ -41,14 +41,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import FIRST_CALLS, is_check_due, is_repetition_due
+from fused_tp.core.checks import is_change_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors, local_shard, shard_like
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
+from fused_tp.parallelizing.checks.conditions import ComparedConditions, find_conditions
 from fused_tp.parallelizing.checks.float32 import has_16_bit_parameters, in_float32, widen_arguments
-from fused_tp.parallelizing.checks.model_check import callers_code, remember_code, warn_once
+from fused_tp.parallelizing.checks.model_check import remember_code, warn_once
 from fused_tp.parallelizing.checks.module_outputs import (
     CACHE_NAMES,
     OutputComparison,
@@ -87,6 +88,7 @@ _GRADIENT_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENT_BOUND_16_BIT = 0.1
 _TOTAL_NORM_SHARE_FP32 = 1e-4
 _TOTAL_NORM_SHARE = 1e-3
+_MAX_EVALUATIONS = 16  # calls without gradients that are compared
 _MAX_BUFFER_NUMEL = 1_000_000  # larger buffers are not compared
 _OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
 
@@ -119,25 +121,26 @@ class StepCheck:
             unsharded_model,
         )
         self.calls = 0
-        self.evaluations_to_try = FIRST_CALLS if was_training else 0
+        self.evaluations = 0  # calls without gradients since the last call with gradients
+        self._evaluations_to_compare = _MAX_EVALUATIONS
         self.is_compared = False  # True if the running call has been compared
         # Indices of the running call's outputs that every rank has in full and that require gradients.
         self.replicated_indices: frozenset[int] = frozenset()
         self.output_shapes: dict[object, list[torch.Size]] = {}  # of the sharded model, by `_shapes_key`
         self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
-        self._code: Any = None  # the callers' code in the model at the last comparison
+        # Without training mode, the comparison after sharding has covered the conditions of the first evaluation.
+        self._has_unseen_eval_mode = was_training
+        self._conditions = ComparedConditions()
         self._trainable: set[tuple[bool, ...]] = set()  # `requires_grad` of the parameters at the calls so far
         self._is_skip_reported = False  # True if the log says why steps are not compared
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_code": None}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if are_checks_suspended():
             return
         self.is_compared = False
         if not torch.is_grad_enabled():
-            if self.evaluations_to_try and not model.training and is_repetition_due(1):
+            self.evaluations += 1
+            if self._evaluations_to_compare and is_change_check_due(self.evaluations):
                 with torch.inference_mode(mode=False), torch.no_grad():
                     self._compare_evaluation(model, args, kwargs)
             return
@@ -149,24 +152,24 @@ class StepCheck:
         if not (is_trained or any(t.requires_grad for t in find_tensors((args, kwargs)))):
             return
         self.calls += 1
+        self.evaluations = 0
         trainable = tuple(p.requires_grad for p in model.parameters())
         is_repetition = is_repetition_due(self.calls) or (trainable not in self._trainable and is_repetition_due(1))
         self._trainable.add(trainable)
-        if not (is_repetition or is_check_due(self.calls)):
+        if not (is_repetition or is_change_check_due(self.calls)):
             return
-        code = {name: callers_code(module) for name, module in model.named_modules()}
-        arguments = self._named_arguments(args, kwargs)
-        key = _call_key(model, arguments)
-        needs_comparison = is_repetition or key not in self._compared_keys or code != self._code
+        arguments, conditions = self._named_arguments(args, kwargs), find_conditions(model)
+        key, has_new_conditions = _call_key(model, arguments), self._conditions.has_new(conditions)
+        needs_comparison = is_repetition or key not in self._compared_keys or has_new_conditions
         rank_reports = gather_over_meshes(
             self.meshes, "a training step", [needs_comparison, self._reason_not_comparable(model, arguments)]
         )
         if not any(is_needed for is_needed, _ in rank_reports):
             return
-        if code != self._code:
+        if has_new_conditions:
             self.output_shapes.clear()
         self._compared_keys.add(key)
-        self._code = code
+        self._conditions.add(conditions)
         reason = (
             next((rank_reason for _, rank_reason in rank_reports if rank_reason), "")
             or _StepComparison(self, model, args, kwargs, arguments).compare()
@@ -180,20 +183,33 @@ class StepCheck:
         self._report_skipped(reason)
 
     def _compare_evaluation(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the outputs of the first call in eval mode that has no obstacle, such as a cache."""
-        self.evaluations_to_try -= 1
-        arguments = self._named_arguments(args, kwargs)
-        if any(gather_over_meshes(self.meshes, "a call in eval mode", self._reason_not_comparable(model, arguments))):
+        """Compare the outputs of a call without gradients, if its arguments or conditions are new."""
+        arguments, conditions = self._named_arguments(args, kwargs), find_conditions(model)
+        key = (_call_key(model, arguments), False)
+        is_new = key not in self._compared_keys or self._conditions.has_new(conditions)
+        reports = gather_over_meshes(
+            self.meshes, "a call without gradients", [is_new, self._reason_not_comparable(model, arguments)]
+        )
+        if any(reason for _, reason in reports) or not any(rank_is_new for rank_is_new, _ in reports):
             return
-        self.evaluations_to_try = 0
+        self._compared_keys.add(key)
+        self._conditions.add(conditions)
+        if not self._has_unseen_eval_mode:
+            self._has_unseen_eval_mode = True
+            return
+        self._evaluations_to_compare -= 1
+        self.output_shapes.clear()
         reason = _StepComparison(self, model, args, kwargs, arguments, with_gradients=False).compare()
-        if reason:
-            warn_once(
-                self.meshes,
-                f"eval mode: {reason}",
-                "the first call in eval mode was not compared with the unsharded model: %s.",
-                reason,
-            )
+        if not reason:
+            remember_code(model)
+            return
+        self._evaluations_to_compare = 0  # each attempt takes time
+        warn_once(
+            self.meshes,
+            f"eval mode: {reason}",
+            "calls in eval mode are not compared with the unsharded model: %s.",
+            reason,
+        )
 
     def _compare_in_float32(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the step once more in fp32, in which no rounding hides errors, unless the model does not allow it."""
@@ -605,12 +621,9 @@ class _StepComparison:
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
         if not total.requires_grad:
             return dict.fromkeys(parameters)
-        if any(node.name() == REENTRANT_NODE for node in reachable_nodes(total)):
-            if DistributedDataParallel._get_active_ddp_module() is not None:  # DDP would reduce these gradients
-                return None
-            return dict(zip(parameters, gradients_by_backward(total, [*parameters.values()]), strict=True))
-        gradients = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
-        return dict(zip(parameters, gradients, strict=True))
+        if has_reentrant_checkpoint([total]) and DistributedDataParallel._get_active_ddp_module() is not None:
+            return None  # DDP would reduce these gradients
+        return dict(zip(parameters, gradients_of([total], [*parameters.values()]), strict=True))
 
     def _small_buffers(self) -> dict[str, Tensor]:
         """Return copies of the small buffers of the model, by name."""
@@ -833,20 +846,41 @@ def gradient_shards(
     return shards
 
 
-def gradients_by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None]:
-    """Return the gradients of leaf `parameters` by `total.backward()`, and leave their `grad` unchanged.
-
-    For reentrant checkpoints, which do not support torch.autograd.grad.
-    """
+@contextmanager
+def separate_grads(parameters: Sequence[Any]) -> Iterator[None]:
+    """Context in which leaf `parameters` have no `grad` and no hooks on it; on exit both are as before."""
     saved_grads = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     try:
         for p in parameters:
             p.grad = p._post_accumulate_grad_hooks = None
-        total.backward()
-        return [p.grad for p in parameters]
+        yield
     finally:
         for p, grad, hooks in saved_grads:
             p.grad, p._post_accumulate_grad_hooks = grad, hooks
+
+
+def gradients_of(
+    roots: Sequence[Tensor], parameters: Sequence[Any], root_gradients: Sequence[Tensor] | None = None
+) -> list[Tensor | None]:
+    """Return the gradients of leaf `parameters`, and leave their `grad` unchanged.
+
+    They include what a reentrant checkpoint, or another autograd function of the model, accumulates into `grad` by a
+    backward pass of its own.
+    """
+    with separate_grads(parameters):
+        if has_reentrant_checkpoint(roots):  # it does not support torch.autograd.grad
+            torch.autograd.backward(roots, root_gradients)
+            return [p.grad for p in parameters]
+        gradients = torch.autograd.grad(roots, parameters, root_gradients, allow_unused=True)
+        return [
+            gradient if p.grad is None else p.grad if gradient is None else gradient + p.grad
+            for p, gradient in zip(parameters, gradients, strict=True)
+        ]
+
+
+def has_reentrant_checkpoint(roots: Sequence[Tensor]) -> bool:
+    """True if the graph of a tensor of `roots` has an activation checkpoint with use_reentrant=True."""
+    return any(node.name() == REENTRANT_NODE for root in roots for node in reachable_nodes(root))
 
 
 def two_norm(t: Tensor) -> float:

@@ -1,44 +1,34 @@
 """Context for forward passes that leave a model, random states and variables of the callers' code unchanged.
 
 On exit it restores attributes, hooks and buffers of modules and, unless the model is large, parameters. It also
-restores variables that the callers' code (forwards, hooks, helpers) can reach: containers, closures, globals that it
-assigns, objects of the callers' classes, and the tensors in all of these. Output to files and terminals cannot be
-undone.
+restores variables that the callers' code can reach (`reachable`), and the tensors in all of these. Output to files and
+terminals cannot be undone.
 """
 
 from __future__ import annotations
 
-import copy
-import dis
-import sys
-import sysconfig
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
-from itertools import chain, islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fused_tp.parallelizing.checks.batch_check import suspend_checks
-from fused_tp.parallelizing.checks.model_check import callers_code, is_library_function
+from fused_tp.parallelizing.checks.model_check import is_library_function
+from fused_tp.parallelizing.checks.reachable import GeneratorState, Variables, find_variables
 from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, ModuleState
 from fused_tp.parallelizing.forward_shard import tensor_version
 
-# Exact types only: iterating a subclass may run user code.
-_CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict)
 _COMPILED_ATTRIBUTE = "_compiled_call_impl"  # attribute set by `module.compile()`
-_LEAF_TYPES = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
 LARGE_MODEL_PARAMETERS = 32_000_000  # parameters of larger models are not copied
 _MAX_TENSOR_NUMEL = 1_000_000  # larger tensors in variables are not restored, nor those beyond LARGE_MODEL_PARAMETERS
-_MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of containers, and entries of one container
-_INSTALL_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Mode(Enum):
@@ -95,19 +85,22 @@ def preserve_state(
         for t, is_buffer in _tensors_to_save(models)
         if not t.is_meta
     ]
-    reachable_state = _reachable_state(modules)
+    reachable = find_variables(modules)
     state_tensors = {
-        id(t): (t, t.detach().clone(), tensor_version(t)) for t in _state_tensors(module_states, reachable_state)
+        id(t): (t, t.detach().clone(), tensor_version(t)) for t in _state_tensors(module_states, reachable)
     }
+    saved_entries = [] if written_variables is None else [variables.entries() for variables in reachable]
     try:
         with (
-            _restore_on_exit([container for _, container in reachable_state]) as saved_containers,
+            _restore_on_exit([*reachable, *_random_generators()]),
             torch.random.fork_rng(_initialized_gpus()),
             torch.set_grad_enabled(with_gradients),
             suspend_checks(),
             _hide_saved_tensors(),
         ):
             torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
             for device, random_state in zip((None, *_initialized_gpus()), random_states, strict=False):
                 torch.set_rng_state(random_state) if device is None else torch.cuda.set_rng_state(random_state, device)
             initial_states = current_random_states()
@@ -123,10 +116,10 @@ def preserve_state(
             finally:
                 drew_random = not all(map(torch.equal, initial_states, current_random_states()))
                 if written_variables is not None:
-                    variables = [*_variables(module_states, reachable_state, saved_containers)]
+                    changes = [*_changes(module_states, reachable, saved_entries)]
                     written_variables.update(
                         (variable, value.detach().clone() if isinstance(value, torch.Tensor) else value)
-                        for variable, saved_value, value in variables
+                        for variable, saved_value, value in changes
                         if _is_written(saved_value, value, state_tensors)
                     )
     finally:
@@ -149,6 +142,16 @@ def preserve_state(
                     t.copy_(value)
 
 
+@contextmanager
+def _restore_on_exit(reachable: Sequence[Variables]) -> Iterator[None]:
+    restorers = [variables.save() for variables in reachable]
+    try:
+        yield
+    finally:
+        for restore in restorers:
+            restore()
+
+
 def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, bool]]:
     """Yield (tensor, True if it is a buffer) that forward may write to: not the parameters of large models."""
     parameters = [p._local_tensor if isinstance(p, DTensor) else p for model in models for p in model.parameters()]
@@ -161,8 +164,9 @@ def _tensors_to_save(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor
 
 @contextmanager
 def _hide_saved_tensors() -> Iterator[None]:
-    """Hide saved tensors from the caller's hooks, because an activation checkpoint counts the tensors that it sees."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    """Hide saved tensors from torch's hooks, because an activation checkpoint counts the tensors that it sees."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not is_library_function(hooks[0]):
         yield
         return
     # Detach, because a node that saves its own output would form a reference cycle and never be freed.
@@ -188,109 +192,17 @@ def current_random_states() -> list[torch.Tensor]:
 # -- variables that callers' hooks and forwards write to ---------------------------------------------------------------
 
 
-def _reachable_state(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
-    """Return (name, value) of the containers, closure cells and assigned globals that the callers' code can reach."""
-    reachable_state: dict[object, tuple[str, Any]] = {}
-    seen_ids: set[int] = set()
-
-    def add(value: Any, depth: int, name: str) -> None:
-        if depth > _MAX_DEPTH or isinstance(value, _LEAF_TYPES) or id(value) in seen_ids:
-            return
-        seen_ids.add(id(value))
-        children: Iterable[Any] = ()
-        if type(value) in _CONTAINER_TYPES:
-            reachable_state[id(value)] = name, value
-            children = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
-        elif isinstance(value, partial):
-            children = (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, MethodType):
-            children = (value.__func__, value.__self__)
-        elif isinstance(value, FunctionType):
-            name = value.__qualname__
-            children = () if is_library_function(value) else _reachable_values(value, reachable_state)
-        elif _is_of_callers_class(value):
-            children = (vars(value),)
-        for child in children:
-            add(child, depth + 1, name)
-
-    for module in modules:
-        for value in callers_code(module).values():
-            add(value, 0, type(module).__name__)
-        for name, value in vars(module).items():
-            if name not in MODULE_DICTS and not isinstance(value, _LEAF_TYPES):
-                add(value, 0, f"{type(module).__name__}.{name}")
-    for module_class in {type(module) for module in modules}:
-        for base in module_class.__mro__:
-            for value in () if is_library_function(base) else vars(base).values():
-                if isinstance(value, FunctionType):
-                    add(value, 0, value.__qualname__)
-    return [*reachable_state.values()]
+def _random_generators() -> list[Variables]:
+    """Return the global random number generators of Python and numpy."""
+    generators = (random._inst, np.random.mtrand._rand)
+    return [GeneratorState("global random numbers", generator) for generator in generators]
 
 
-def _reachable_values(function: FunctionType, reachable_state: dict[object, tuple[str, Any]]) -> Iterator[Any]:
-    """Yield the values in the closure of `function` and of the globals that it names.
-
-    Add to `reachable_state` the cells of the closure, and the globals that are tensors or that the function assigns to.
-    """
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        reachable_state[id(cell)] = f"{name} of {function.__qualname__}", cell
-        yield _cell_contents(cell)
-    for code in _nested_codes(function.__code__):
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, torch.Tensor):
-                reachable_state[id(function.__globals__), name] = name, (function.__globals__, name, value)
-            yield value
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "STORE_GLOBAL" and instruction.argval in function.__globals__:
-                name = instruction.argval
-                assigned = function.__globals__, name, function.__globals__[name]
-                reachable_state[id(function.__globals__), name] = name, assigned
-
-
-def _nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield `code`, and the code of the functions that are defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested_codes(constant)
-
-
-def _is_of_callers_class(value: object) -> bool:
-    """True if the class of `value` is defined outside installed packages.
-
-    Objects of installed packages are not restored, because threads of those packages may be using them.
-    """
-    filename = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    is_main = type(value).__module__ == "__main__"
-    is_outside = is_main or (filename is not None and not filename.startswith(_INSTALL_PATHS))
-    return is_outside and not is_library_function(type(value)) and hasattr(value, "__dict__")
-
-
-def _cell_contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _entries(container: Any) -> Iterable[tuple[object, Any]]:
-    """Return the keys and values in a container, closure cell or assigned global."""
-    if isinstance(container, CellType):
-        return [("", _cell_contents(container))]
-    if isinstance(container, tuple):
-        namespace, name, _ = container
-        return [(name, namespace.get(name))]
-    if isinstance(container, dict):
-        return islice(container.items(), _MAX_ENTRIES)
-    return islice(enumerate(container), _MAX_ENTRIES) if isinstance(container, list) else ()
-
-
-def _state_tensors(module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]]) -> Iterator[torch.Tensor]:
+def _state_tensors(module_states: Sequence[ModuleState], reachable: Sequence[Variables]) -> Iterator[torch.Tensor]:
     """Yield the dense tensors in variables and in attributes of modules, into which the callers' code may write."""
     numel, seen_ids = 0, set()
     attributes = (value for module_state in module_states for value in module_state.attributes.values())
-    for value in chain(attributes, (value for _, container in state for _, value in _entries(container))):
+    for value in chain(attributes, (value for variables in reachable for value in variables.entries().values())):
         is_dense = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta
         if is_dense and id(value) not in seen_ids and value.numel() <= _MAX_TENSOR_NUMEL:
             seen_ids.add(id(value))
@@ -300,8 +212,8 @@ def _state_tensors(module_states: Sequence[ModuleState], state: Sequence[tuple[s
             yield value
 
 
-def _variables(
-    module_states: Sequence[ModuleState], state: Sequence[tuple[str, Any]], saved_values: Sequence[Any]
+def _changes(
+    module_states: Sequence[ModuleState], reachable: Sequence[Variables], saved_entries: Sequence[Mapping[object, Any]]
 ) -> Iterator[tuple[VariableId, Any, Any]]:
     """Yield (variable, value before, value now) of variables and attributes of modules."""
     for module_state in module_states:
@@ -312,15 +224,12 @@ def _variables(
             if key not in MODULE_DICTS and key != "training":
                 variable = VariableId(id(module_state.module), key, f"attribute {key!r} of a {name}")
                 yield variable, module_state.attributes.get(key), value
-    for (name, container), saved_value in zip(state, saved_values, strict=True):
-        values_before: dict[object, Any] = {"": saved_value} if isinstance(container, CellType) else {}
-        if isinstance(container, tuple):
-            values_before = {container[1]: container[2]}
-        elif not isinstance(container, CellType):
-            values_before = dict(_entries(saved_value))
-        for key, value in _entries(container):
-            description = f"variable {name}" if key == "" else f"entry {str(key)[:40]!r} of a variable of {name}"
-            yield VariableId(id(container), repr(key)[:80], description), values_before.get(key), value
+    for variables, entries in zip(reachable, saved_entries, strict=True):
+        for entry_key, value in variables.entries().items():
+            description = f"entry {str(entry_key)[:40]!r} of a variable of {variables.name}"
+            if entry_key in ("", variables.name):
+                description = f"variable {variables.name}"
+            yield VariableId(id(variables.place), repr(entry_key)[:80], description), entries.get(entry_key), value
 
 
 def _is_written(
@@ -331,35 +240,3 @@ def _is_written(
             id(value) in state_tensors and tensor_version(value) != state_tensors[id(value)][2]
         )
     return isinstance(value, (int, float)) and not (type(saved_value) is type(value) and saved_value == value)
-
-
-@contextmanager
-def _restore_on_exit(state: Sequence[Any]) -> Iterator[list[Any]]:
-    """Restore the contents of `state` on exit; `state` is a result of `_reachable_state`. Yields copies of it."""
-    saved_values = [
-        _cell_contents(container) if isinstance(container, CellType) else copy.copy(container) for container in state
-    ]
-    try:
-        yield saved_values
-    finally:
-        for container, value in zip(state, saved_values, strict=True):
-            if isinstance(container, CellType):
-                if _cell_contents(container) is not value:
-                    container.cell_contents = value
-            elif isinstance(container, tuple):
-                namespace, name, previous = container
-                namespace[name] = previous
-            elif _entry_ids(container) == _entry_ids(value):
-                pass  # unchanged: do not write, because another thread of the caller may be writing
-            elif isinstance(container, list):
-                container[:] = value
-            else:
-                container.clear()
-                container.update(value)
-
-
-def _entry_ids(container: Any) -> list[Any]:
-    """Return the identities of the entries of a list, set or dict."""
-    if isinstance(container, dict):
-        return [(id(key), id(value)) for key, value in container.items()]
-    return [id(value) for value in container]

@@ -131,7 +131,7 @@ class UnshardedModel:
         self._original_states = {name: ModuleState.from_module(module) for name, module in model.named_modules()}
         for state in self._original_states.values():
             state.dicts["_parameters"] = dict.fromkeys(state.dicts["_parameters"])
-        self._config_states = {id(config): ModuleState.from_module(config) for config in _configs(model)}
+        self._config_states = {id(config): ModuleState.from_module(config) for config in model_configs(model)}
         self._sharded_states: dict[str, ModuleState] = {}
         self._sharded_modules: dict[str, weakref.ref[nn.Module]] = {}
         self._sharded_config_states: dict[int, ModuleState] = {}
@@ -152,7 +152,7 @@ class UnshardedModel:
                 k: None if k in new_buffers else v for k, v in original_state.dicts["_buffers"].items()
             }
         self._sharded_config_states = {
-            id(config): ModuleState.from_module(config).without_tensors() for config in _configs(model)
+            id(config): ModuleState.from_module(config).without_tensors() for config in model_configs(model)
         }
 
     def reason_not_restorable(self, model: nn.Module) -> str:
@@ -190,7 +190,7 @@ class UnshardedModel:
                 replaced_buffers = {key: _to_device(device, b) for key, b in original_state.dicts["_buffers"].items()}
                 state.dicts["_buffers"] = replaced_buffers | current_state.dicts["_buffers"]
             unsharded_states.append(state)
-        for config, config_state in zip(_configs(model), self._config_states.values(), strict=False):
+        for config, config_state in zip(model_configs(model), self._config_states.values(), strict=False):
             if (sharded_config_state := self._sharded_config_states.get(id(config))) is not None:
                 unsharded_states.append(
                     config_state.with_changes(sharded_config_state, ModuleState.from_module(config))
@@ -211,7 +211,7 @@ def _to_device(device: torch.device, buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.to(device)
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def model_configs(model: nn.Module) -> list[Any]:
     """Return the configs of the transformers models in `model`, each once."""
     configs = (module.config for module in model.modules() if is_transformers_model(module))
     return [*{id(config): config for config in configs}.values()]

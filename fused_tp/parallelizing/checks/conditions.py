@@ -1,0 +1,130 @@
+"""Conditions of a call that decide what a model computes, apart from its arguments.
+
+| condition                                              | example of a change                                       |
+|--------------------------------------------------------|-----------------------------------------------------------|
+| callers' code: forwards, hooks, callable attributes    | a forward hook                                            |
+| flags, texts, None, and numbers in modules, in buffers | `layer.clip = True`, `alpha.fill_(0.5)`                   |
+| of one element and in variables of the callers' code   |                                                           |
+| functions of torch and of the modules' source files    | `torch.nn.functional.gelu = other`                        |
+| contexts of torch                                      | a TorchFunctionMode, hooks on saved tensors               |
+
+A comparison with the unsharded model covers the conditions at that call. `ComparedConditions` finds new ones.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fused_tp.parallelizing.checks.model_check import callers_code
+from fused_tp.parallelizing.checks.reachable import find_variables
+from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, model_configs
+
+_MAX_NUMBERS = 3  # a variable with more values is a counter or a measurement, whose values are not compared
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of a call, by the place and name of what holds them.
+
+    Attributes:
+        states: code, flags and contexts; of a number, whether it is zero, finite or infinite.
+        numbers: other numbers.
+    """
+
+    states: dict[object, object] = field(default_factory=dict)
+    numbers: dict[object, float] = field(default_factory=dict)
+
+    def add_value(self, key: object, value: object) -> None:
+        """Add the value of a variable or attribute."""
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_meta or type(value) is not Tensor or value.is_complex():
+                return
+            value = value.item()
+        if isinstance(value, (bool, str)) or value is None:
+            self.states[key] = value
+        elif isinstance(value, (int, float)):
+            self.states[key] = "zero" if value == 0 else "finite" if math.isfinite(value) else str(value)
+            self.numbers[key] = value
+        else:
+            self.states[key] = type(value)
+
+
+def find_conditions(model: nn.Module) -> Conditions:
+    """Return the conditions of a call of `model` that starts now."""
+    conditions = Conditions()
+    modules = dict(model.named_modules())
+    source_files: dict[str, object] = {"torch": torch, "torch.nn.functional": nn.functional}
+    for name, module in modules.items():
+        conditions.states.update({(name, part): code for part, code in callers_code(module).items()})
+        class_module = type(module).__module__
+        if class_module.startswith("fused_tp."):
+            continue
+        source_files[class_module] = sys.modules.get(class_module)
+        for key, value in vars(module).items():
+            if key not in MODULE_DICTS and key != "training":
+                conditions.add_value((name, key), value)
+        for key, buffer in module._buffers.items():
+            conditions.add_value((name, key), buffer)
+    for config_index, config in enumerate(model_configs(model)):
+        for key, value in vars(config).items():
+            conditions.add_value(("config", config_index, key), value)
+    counts: Counter[str] = Counter()  # by name, not by id: callers may replace a container at every call
+    for variables in find_variables([*modules.values()]):
+        counts[variables.name] += 1
+        for entry_key, value in variables.entries().items():
+            if isinstance(entry_key, str):  # lists are usually histories
+                conditions.add_value((variables.name, counts[variables.name], entry_key), value)
+    for file_name, file in source_files.items():
+        functions = {name: value for name, value in vars(file).items() if callable(value)} if file else {}
+        conditions.states.update({(file_name, name): function for name, function in functions.items()})
+    saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    conditions.states["contexts"] = [
+        *map(type, (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())),
+        *(getattr(hook, "__code__", None) for hook in saved_tensor_hooks or () if isinstance(hook, FunctionType)),
+    ]
+    return conditions
+
+
+class ComparedConditions:
+    """Conditions under which a model has been compared."""
+
+    def __init__(self) -> None:
+        self._states: dict[object, list[object]] = {}
+        self._numbers: dict[object, list[float]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_states": {}, "_numbers": {}}  # a copy of a model has other code
+
+    def has_new(self, conditions: Conditions) -> bool:
+        """True if a condition has a value under which the model has not been compared."""
+        return any(not _contains(self._states.get(key, ()), value) for key, value in conditions.states.items()) or any(
+            len(numbers := self._numbers.get(key, [])) < _MAX_NUMBERS and value not in numbers
+            for key, value in conditions.numbers.items()
+        )
+
+    def add(self, conditions: Conditions) -> None:
+        """Record that the model has been compared under `conditions`."""
+        _add_values(self._states, conditions.states)
+        _add_values(self._numbers, conditions.numbers)
+
+
+def _contains(values: Any, value: object) -> bool:
+    return any(value is known or (type(value) is type(known) and value == known) for known in values)
+
+
+def _add_values(known_values: dict[object, list[Any]], values: Mapping[object, Any]) -> None:
+    for key, value in values.items():
+        known = known_values.setdefault(key, [])
+        if not _contains(known, value):
+            known.append(value)
