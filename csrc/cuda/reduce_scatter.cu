@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool is_valid = call.is_alive();
   if (is_valid) {
     push_parts(call, plan, in, job.per_block);
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
       const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own_part);

@@ -226,14 +226,14 @@ void Graph::begin_capture(Stream stream) const {
   driver_->check(driver_->functions().cuStreamBeginCapture(stream, kCaptureModeRelaxed), "cuStreamBeginCapture");
 }
 
-void Graph::end_capture(Stream stream, bool instantiate) {
+void Graph::end_capture(Stream stream, bool must_instantiate) {
   const Functions& functions = driver_->functions();
   GraphHandle graph = nullptr;
   const int end_code = functions.cuStreamEndCapture(stream, &graph);
   const int instantiate_code =
-      end_code == kSuccess && instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
+      end_code == kSuccess && must_instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
   if (graph != nullptr) functions.cuGraphDestroy(graph);
-  if (!instantiate) return;
+  if (!must_instantiate) return;
   driver_->check(end_code, "cuStreamEndCapture");
   driver_->check(instantiate_code, "cuGraphInstantiate");
 }

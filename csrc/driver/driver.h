@@ -39,7 +39,7 @@ struct MemoryOp {
 };
 
 struct DriverError : std::runtime_error {
-  DriverError(const std::string& sentence, int number) : std::runtime_error(sentence), code(number) {}
+  DriverError(const std::string& message, int error_code) : std::runtime_error(message), code(error_code) {}
   int code;  // the CUresult; -1 if no driver call failed
 };
 
@@ -175,7 +175,7 @@ class Graph : public OwnedHandle<GraphExec> {
  private:
   Graph(std::shared_ptr<const Driver> driver, int device);
   void begin_capture(Stream stream) const;
-  void end_capture(Stream stream, bool instantiate);
+  void end_capture(Stream stream, bool must_instantiate);
 };
 
 // Pool of events of a device. An event returns to the pool with its last owner. It may then be recorded again although
