@@ -97,8 +97,8 @@ using nccl::Communicator;
 using nccl::Ticket;
 using nccl::Transfer;
 
-// Returns an owner of the communicator that destroys it without the GIL, which the destructor may hold or not. The
-// destruction waits for ops in flight, and other Python threads must be able to run meanwhile.
+// Returns an owner of the communicator that releases the GIL, if the thread holds it, before it destroys the
+// communicator. The destruction waits for ops in flight, and other Python threads must be able to run meanwhile.
 std::shared_ptr<Communicator> destroy_without_gil(std::shared_ptr<Communicator> communicator) {
   Communicator* const raw = communicator.get();
   return std::shared_ptr<Communicator>(raw, [owner = std::move(communicator)](Communicator*) mutable {

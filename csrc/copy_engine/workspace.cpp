@@ -17,9 +17,9 @@ constexpr size_t kMaxGraphs = 512;
 
 Location private_location(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
 
-void require_room(size_t bytes, int64_t room, const char* what) {
+void require_room(size_t bytes, int64_t room, const char* item) {
   if (static_cast<int64_t>(bytes) > room)
-    throw std::invalid_argument(std::string(what) + " has " + std::to_string(bytes) +
+    throw std::invalid_argument(std::string(item) + " has " + std::to_string(bytes) +
                                 " bytes; the workspace has room for " + std::to_string(room));
 }
 

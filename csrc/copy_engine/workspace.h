@@ -121,7 +121,8 @@ class Workspace {
   uint64_t scatter_count_ = 0;
   SharedEvent push_events_[kChannels];    // by scatter: recorded after its last block
   bool is_scatter_open_[kChannels] = {};  // by scatter: begun and not yet received
-  // Work in the pull streams since they were last ordered, outside of captures: by `gather`, and by `offer`.
+  // True if `gather`, or `offer`, has enqueued work in the pull streams since they were last ordered, outside of
+  // captures.
   bool has_gather_pulls_ = false, has_offer_pulls_ = false;
   uint64_t passage_count_ = 0;
   Stream last_stream_ = nullptr;

@@ -63,10 +63,10 @@ static __global__ void __launch_bounds__(kThreads, 1)
 int32_t launch_all_gather(const Workspace* workspace, const void* in, void* out, int64_t count, int64_t chunk,
                           int32_t blocks, void* stream) {
   const int world = workspace->world;
-  const int64_t longest = std::min(chunk, count);
-  const Plan plan = exchange_plan(longest, world, blocks);
+  const int64_t longest_chunk = std::min(chunk, count);
+  const Plan plan = exchange_plan(longest_chunk, world, blocks);
   if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
-  const AllGather job{in, out, count, chunk, ceil_div(ceil_div(longest, 16), blocks)};
+  const AllGather job{in, out, count, chunk, ceil_div(ceil_div(longest_chunk, 16), blocks)};
   return launch(Kernel<all_gather_kernel>{}, blocks, kThreads, stream, *workspace, plan, job);
 }
 

@@ -144,7 +144,7 @@ class OwnedStream : public OwnedHandle<Stream> {
   OwnedStream(std::shared_ptr<const Driver> driver, int device, Priority priority);
 };
 
-// An event that does not record the time (kEventDisableTiming).
+// An event without timing (kEventDisableTiming).
 class OwnedEvent : public OwnedHandle<Event> {
  public:
   OwnedEvent(std::shared_ptr<const Driver> driver, int device);
@@ -178,9 +178,9 @@ class Graph : public OwnedHandle<GraphExec> {
   void end_capture(Stream stream, bool must_instantiate);
 };
 
-// Pool of events of a device. An event returns to the pool with its last owner. It may then be recorded again although
-// streams still wait for it, because cuStreamWaitEvent waits for the record before it, not for later ones. Any thread
-// may take and return events.
+// Pool of events of a device. An event returns to the pool when its last owner releases it. It may then be recorded
+// again although streams still wait for it: cuStreamWaitEvent waits for the latest record at the time of the call, not
+// for later ones. Any thread may take and return events.
 class EventPool {
  public:
   EventPool(std::shared_ptr<const Driver> driver, int device);

@@ -267,9 +267,9 @@ void Communicator::wait_for_result(Result result, const std::string& operation) 
 
 // Throws if another thread is capturing this communicator's stream. An op would otherwise become part of that thread's
 // graph, or invalidate its capture.
-static void refuse_other_captures(const Driver& driver, int device, Stream ours, Stream after) {
+static void refuse_other_captures(const Driver& driver, int device, Stream own_stream, Stream after) {
   Driver::ContextGuard guard(driver, device);
-  if (!driver.is_capturing(ours)) return;  // if `after` is being captured, the op becomes part of that graph
+  if (!driver.is_capturing(own_stream)) return;  // if `after` is being captured, the op becomes part of that graph
   bool is_same_capture = false;
   try {
     is_same_capture = driver.is_capturing(after);

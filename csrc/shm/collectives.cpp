@@ -256,8 +256,8 @@ void all_reduce_rms_norm(Group& group, const NormArguments& arguments, DType dty
   Signature signature = make_signature(
       "all_reduce_rms_norm", dtype, {static_cast<int64_t>(arguments.rows), static_cast<int64_t>(arguments.columns), 0});
   std::memcpy(&signature.dims[2], &arguments.eps, sizeof arguments.eps);
-  auto norm_row = [&](size_t row, const void* const* partials, int n_partials, bool add_residual) {
-    kernels().rms_norm_row({partials, n_partials, add_residual ? at(arguments.residual, row * row_bytes) : nullptr,
+  auto norm_row = [&](size_t row, const void* const* partials, int n_partials, bool adds_residual) {
+    kernels().rms_norm_row({partials, n_partials, adds_residual ? at(arguments.residual, row * row_bytes) : nullptr,
                             arguments.weight, at(arguments.new_residual, row * row_bytes),
                             at(arguments.normed, row * row_bytes), arguments.columns, arguments.eps},
                            dtype);
@@ -288,9 +288,9 @@ void all_reduce_rms_norm(Group& group, const NormArguments& arguments, DType dty
     }
     return at(arguments.new_residual, first * row_bytes);
   };
-  auto take_result = [&](size_t first, size_t length, const void* summed) {
+  auto take_result = [&](size_t first, size_t length, const void* sums) {
     for (size_t i = 0; i < length; ++i) {
-      const void* row = at(summed, i * row_bytes);
+      const void* row = at(sums, i * row_bytes);
       norm_row(first + i, &row, 1, false);
     }
   };

@@ -323,8 +323,8 @@ void Group::wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature
     wait_until({all_have_ended, is_missing, is_missing, [] {}, [&] { return describe_call(signature, call_number); }});
 }
 
-// A rank may be up to kSlots calls ahead of its peers. If the heap is too small for their workspaces, it waits for
-// peers.
+// A rank may be up to kSlots calls ahead of its peers. If the heap is too small for the workspaces of these calls, it
+// waits for peers.
 size_t Group::allocate_workspace(size_t bytes, bool waits_for_reuse, const Signature& signature, uint64_t call_number) {
   size_t offset;
   while ((waits_for_reuse && has_lagging_peers()) || !heap_->try_allocate(bytes, &offset)) {
