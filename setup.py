@@ -118,8 +118,8 @@ def build_core(output: Path) -> None:
     try:
         CoreBuild([pybind11.get_include(), headers]).run(output, core_folder())
     except NotBuiltError as error:
-        if not error.needs and not Path(headers, "Python.h").exists():
-            error.needs = "the Python headers (Debian, Ubuntu: apt-get install python3-dev)"
+        if not error.missing_software and not Path(headers, "Python.h").exists():
+            error.missing_software = "the Python headers (Debian, Ubuntu: apt-get install python3-dev)"
         raise
 
 
@@ -140,7 +140,7 @@ def cuda_message(error: NotBuiltError) -> str:
 
 
 def install_hint(feature: str, error: NotBuiltError) -> str:
-    return f" For {feature} install {error.needs} and reinstall fused_tp." if error.needs else ""
+    return f" For {feature} install {error.missing_software} and reinstall fused_tp." if error.missing_software else ""
 
 
 def packages() -> list[str]:

@@ -12,8 +12,8 @@ namespace fused_tp {
 // handlers. It must neither act for the parent's rank nor touch the parent's CUDA handles, not even in destructors.
 inline uint32_t count_forks() {
   static std::atomic<uint32_t> forks{0};
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  (void)registered;
+  static const int error = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  (void)error;
   return forks.load(std::memory_order_relaxed);
 }
 

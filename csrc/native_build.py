@@ -47,11 +47,11 @@ NEWER_TOOLKIT_HINT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_C
 
 
 class NotBuiltError(Exception):
-    """Raised with the reason if a part cannot be built. `needs` names the software to install; empty if unknown."""
+    """Raised with the reason if a part cannot be built. `missing_software` names what to install; empty if unknown."""
 
-    def __init__(self, why: str, needs: str = "") -> None:
+    def __init__(self, why: str, missing_software: str = "") -> None:
         super().__init__(why)
-        self.needs = needs
+        self.missing_software = missing_software
 
 
 class SettingError(ValueError):

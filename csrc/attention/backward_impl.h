@@ -1,6 +1,6 @@
 // Backward of one block of queries with one block of keys. As in forward, matrices are transposed. g = grad_out:
 //
-//   S^T = K Q^T,  P^T = exp2(S^T - lse),  G^T = V g^T,  dS^T = P^T (G^T - row_sums)
+//   S^T = K Q^T,  P^T = exp2(S^T - lse),  G^T = V g^T,  dS^T = P^T (G^T - delta)
 //   dv += P^T g,  dk += dS^T Q,  dq^T += K^T dS^T
 //
 // Everything here has internal linkage; forward_impl.h gives the reason.
@@ -22,8 +22,8 @@ template <class L>
 struct BackwardKeys : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Operand;
-  bool* all_finite =
-      this->template take<bool>(1);  // true if K had no infinity and no NaN; k_columns has 0 in their place
+  // True if K had no infinity and no NaN; k_columns has 0 instead of each.
+  bool* all_finite = this->template take<bool>(1);
   Operand* k_rows = this->take_operands(kKeys * this->dim);
   Operand* k_columns = this->take_operands(kKeys * this->dim);
   Operand* v_rows = this->take_operands(kKeys * this->v_dim);
@@ -34,10 +34,10 @@ struct BackwardQueries : MemoryLayout<L> {
   using MemoryLayout<L>::MemoryLayout;
   using typename MemoryLayout<L>::Real, typename MemoryLayout<L>::Operand;
   QueryBlock* rows = this->template take<QueryBlock>(1);
-  // True if q and g had no infinity and no NaN; q_pairs and g_pairs have 0 in their place.
+  // True if q and g had no infinity and no NaN; q_pairs and g_pairs have 0 instead of each.
   bool* all_finite = this->template take<bool>(1);
   Real* lse = this->take_reals(kQueries);  // times log2(e)
-  Real* row_sums = this->take_reals(kQueries);
+  Real* delta = this->take_reals(kQueries);
   Operand* q_lanes = this->take_operands(kQueries * this->dim);
   Operand* q_pairs = this->take_operands(kQueries * this->dim);
   Operand* g_lanes = this->take_operands(kQueries * this->v_dim);
@@ -68,28 +68,28 @@ BufferSizes backward_sizes(const Shape& shape) {
 }
 
 template <class L>
-void pack_keys_backward(const BackwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
+void pack_keys_backward(const BackwardProblem& problem, int64_t batch, int64_t kv_head, int64_t block, char* key_block,
                         char* scratch) {
-  const Shape& shape = step.shape;
+  const Shape& shape = problem.shape;
   const BackwardKeys<L> keys(shape, key_block);
   const BackwardScratch<L> buffers(shape, scratch);
   const int64_t first_key = block * kKeys, rows = shape.keys - first_key < kKeys ? shape.keys - first_key : kKeys;
-  pack_rows<L>(step.k, step.dtype, batch, kv_head, first_key, rows, kKeys, shape.dim, keys.k_rows);
+  pack_rows<L>(problem.k, problem.dtype, batch, kv_head, first_key, rows, kKeys, shape.dim, keys.k_rows);
   const int64_t count = kKeys * padded_dim(shape.dim);
   std::memcpy(buffers.rows, keys.k_rows, count * sizeof(*buffers.rows));
   *keys.all_finite = zero_nonfinite<L>(buffers.rows, count);
   rows_to_columns<L>(buffers.rows, kKeys, shape.dim, keys.k_columns, buffers.rows + count);
-  pack_rows<L>(step.v, step.dtype, batch, kv_head, first_key, rows, kKeys, shape.v_dim, keys.v_rows);
+  pack_rows<L>(problem.v, problem.dtype, batch, kv_head, first_key, rows, kKeys, shape.v_dim, keys.v_rows);
 }
 
 template <class L>
-void pack_queries(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, char* query_block,
+void pack_queries(const BackwardProblem& problem, int64_t batch, int64_t head, int64_t block, char* query_block,
                   char* scratch) {
   using Real = typename L::Real;
-  const Shape& shape = step.shape;
+  const Shape& shape = problem.shape;
   const BackwardQueries<L> queries(shape, query_block);
   const BackwardScratch<L> buffers(shape, scratch);
-  QueryBlock& rows = *queries.rows = QueryBlock(step, block);
+  QueryBlock& rows = *queries.rows = QueryBlock(problem, block);
   const auto per_row = [&](const InputView& source, int i) {
     const Strides& strides = source.strides;
     return static_cast<const Real*>(
@@ -97,23 +97,23 @@ void pack_queries(const BackwardProblem& step, int64_t batch, int64_t head, int6
   };
   bool has_excluded = false;
   for (int i = 0; i < kQueries; ++i) {
-    const Real lse = i < rows.count ? per_row(step.lse, i) : Real(0);
-    const bool is_empty = lse == static_cast<Real>(-INFINITY);  // no key in any step of the ring: no gradient
+    const Real lse = i < rows.count ? per_row(problem.lse, i) : Real(0);
+    const bool is_empty = lse == static_cast<Real>(-INFINITY);  // no key in any ring step: no gradient
     if (is_empty) rows.exclude(i);
     has_excluded |= is_empty;
     queries.lse[i] = is_empty ? Real(0) : lse * static_cast<Real>(kLog2E);
-    queries.row_sums[i] = i < rows.count && !is_empty ? per_row(step.row_sums, i) : Real(0);
+    queries.delta[i] = i < rows.count && !is_empty ? per_row(problem.delta, i) : Real(0);
   }
   if (has_excluded) rows.update_bounds();
   const auto pack = [&](const InputView& source, int64_t dim, typename L::Operand* lanes, typename L::Operand* pairs) {
-    pack_rows<L>(source, step.dtype, batch, head, rows.first_row, rows.count, kQueries, dim, buffers.rows);
+    pack_rows<L>(source, problem.dtype, batch, head, rows.first_row, rows.count, kQueries, dim, buffers.rows);
     rows_to_lanes<L>(buffers.rows, kQueries, dim, lanes);
-    const bool finite = zero_nonfinite<L>(buffers.rows, kQueries * padded_dim(dim));
+    const bool is_all_finite = zero_nonfinite<L>(buffers.rows, kQueries * padded_dim(dim));
     interleave_row_pairs<L>(buffers.rows, kQueries, dim, pairs);
-    return finite;
+    return is_all_finite;
   };
-  const bool q_finite = pack(step.q, shape.dim, queries.q_lanes, queries.q_pairs);
-  *queries.all_finite = pack(step.grad_out, shape.v_dim, queries.g_lanes, queries.g_pairs) && q_finite;
+  const bool is_q_finite = pack(problem.q, shape.dim, queries.q_lanes, queries.q_pairs);
+  *queries.all_finite = pack(problem.grad_out, shape.v_dim, queries.g_lanes, queries.g_pairs) && is_q_finite;
   std::memset(queries.dq, 0, kQueries * padded_dim(shape.dim) * sizeof(Real));
 }
 
@@ -127,38 +127,39 @@ void zero_dk_dv(const Shape& shape, char* scratch) {
 
 // Computes P^T and dS^T from S^T and G^T.
 template <class L, bool kLinear, bool kNeedsMask, bool kDropout>
-void compute_p_and_ds(const BackwardProblem& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
-                      const BackwardQueries<L>& queries, const KeySpan& span, const BackwardScratch<L>& buffers) {
+void compute_p_and_ds(const BackwardProblem& problem, const ScoreFunction<L>& score_function, int64_t batch,
+                      int64_t head, const BackwardQueries<L>& queries, const KeySpan& span,
+                      const BackwardScratch<L>& buffers) {
   using Vector = typename L::Vector;
   const QueryBlock& rows = *queries.rows;
   Vector slope_sum = L::load(buffers.slope);
   for (int v = 0; v < kQueries; v += L::kWidth) {
     const auto starts = L::load_integers(rows.starts + v), stops = L::load_integers(rows.stops + v);
-    const auto places = L::load_integers(rows.places + v);
-    const Vector lse = L::load(queries.lse + v), row_sums = L::load(queries.row_sums + v);
-    DropoutFactors<L> dropout(step.score_parameters, batch, head, rows.indices + v);
+    const auto q_positions = L::load_integers(rows.positions + v);
+    const Vector lse = L::load(queries.lse + v), delta = L::load(queries.delta + v);
+    DropoutFactors<L> dropout(problem.score_parameters, batch, head, rows.indices + v);
     for (int64_t r = span.low; r < span.high; r += 2) {
       Vector p[2], ds[2];
       for (int i = 0; i < 2; ++i) {
         const int32_t key = static_cast<int32_t>(span.begin + r + i);
         const int64_t at = (r + i) * kQueries + v;
         Vector x = L::load(buffers.s + at), cap_derivative = L::broadcast(1), distance = L::zero();
-        const bool indexed = kDropout || (!kLinear && score_function.has_slope);
-        const int32_t index = indexed && key < step.shape.keys ? step.intervals.k_indices[key] : 0;
+        const bool needs_index = kDropout || (!kLinear && score_function.has_slope);
+        const int32_t index = needs_index && key < problem.shape.keys ? problem.intervals.k_indices[key] : 0;
         if constexpr (kLinear) {
           x = L::fma(x, score_function.factor, -lse);
         } else {
-          if (score_function.has_slope) distance = L::distance(places, index);
+          if (score_function.has_slope) distance = L::distance(q_positions, index);
           x = score_function.score(x, distance, cap_derivative) - lse;
         }
         p[i] = L::exp2(x);
         if constexpr (kNeedsMask) p[i] = L::select(L::in_interval(starts, stops, key), p[i], L::zero());
         if constexpr (kDropout) {
           const Vector factor = dropout.factor(index);
-          ds[i] = p[i] * L::fma(factor, L::load(buffers.g + at), -row_sums);
+          ds[i] = p[i] * L::fma(factor, L::load(buffers.g + at), -delta);
           p[i] = p[i] * factor;
         } else {
-          ds[i] = p[i] * (L::load(buffers.g + at) - row_sums);
+          ds[i] = p[i] * (L::load(buffers.g + at) - delta);
         }
         if constexpr (kNeedsMask) ds[i] = L::select(L::in_interval(starts, stops, key), ds[i], L::zero());
         if constexpr (!kLinear) {
@@ -177,17 +178,18 @@ void compute_p_and_ds(const BackwardProblem& step, const ScoreFunction<L>& score
 }
 
 template <class L, bool kLinear, bool kNeedsMask>
-void compute_p_and_ds(const BackwardProblem& step, const ScoreFunction<L>& score_function, int64_t batch, int64_t head,
-                      const BackwardQueries<L>& queries, const KeySpan& span, const BackwardScratch<L>& buffers) {
-  if (step.score_parameters.dropout) {
-    compute_p_and_ds<L, kLinear, kNeedsMask, true>(step, score_function, batch, head, queries, span, buffers);
+void compute_p_and_ds(const BackwardProblem& problem, const ScoreFunction<L>& score_function, int64_t batch,
+                      int64_t head, const BackwardQueries<L>& queries, const KeySpan& span,
+                      const BackwardScratch<L>& buffers) {
+  if (problem.score_parameters.has_dropout) {
+    compute_p_and_ds<L, kLinear, kNeedsMask, true>(problem, score_function, batch, head, queries, span, buffers);
   } else {
-    compute_p_and_ds<L, kLinear, kNeedsMask, false>(step, score_function, batch, head, queries, span, buffers);
+    compute_p_and_ds<L, kLinear, kNeedsMask, false>(problem, score_function, batch, head, queries, span, buffers);
   }
 }
 
-// Adds the terms of dv, dk and dq that come from the infinities and NaN that zero_nonfinite removed, but only for keys
-// in a query's interval.
+// Adds the terms of dv, dk and dq that zero_nonfinite removed: those of infinities and NaN. Only for keys in a query's
+// interval.
 template <class L>
 void add_nonfinite(const Shape& shape, const KeySpan& span, const BackwardKeys<L>& keys,
                    const BackwardQueries<L>& queries, const BackwardScratch<L>& buffers) {
@@ -214,16 +216,16 @@ void add_nonfinite(const Shape& shape, const KeySpan& span, const BackwardKeys<L
 }
 
 template <class L>
-void backward_pair(const BackwardProblem& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
+void backward_pair(const BackwardProblem& problem, int64_t batch, int64_t head, int64_t block, const char* key_block,
                    char* query_block, char* scratch) {
-  const Shape& shape = step.shape;
+  const Shape& shape = problem.shape;
   const BackwardKeys<L> keys(shape, const_cast<char*>(key_block));
   const BackwardQueries<L> queries(shape, query_block);
   const BackwardScratch<L> buffers(shape, scratch);
   const KeySpan span(*queries.rows, block, shape.keys);
   if (!span.is_used) return;
   const int64_t width = padded_dim(shape.dim), v_width = padded_dim(shape.v_dim), count = span.high - span.low;
-  const ScoreFunction<L> score_function(step.score_parameters, head);
+  const ScoreFunction<L> score_function(problem.score_parameters, head);
   multiply<L, false>(keys.k_rows + span.low * width, width, count, queries.q_lanes, kQueries * L::kPair, kQueries,
                      width / L::kPair, buffers.s + span.low * kQueries, kQueries);
   multiply<L, false>(keys.v_rows + span.low * v_width, v_width, count, queries.g_lanes, kQueries * L::kPair, kQueries,
@@ -232,12 +234,12 @@ void backward_pair(const BackwardProblem& step, int64_t batch, int64_t head, int
     // Padding queries are zeros. They need the mask too: 0 times an infinity in K is NaN, which would spread to dk and
     // dv.
     if (span.needs_mask || queries.rows->count < kQueries) {
-      compute_p_and_ds<L, true, true>(step, score_function, batch, head, queries, span, buffers);
+      compute_p_and_ds<L, true, true>(problem, score_function, batch, head, queries, span, buffers);
     } else {
-      compute_p_and_ds<L, true, false>(step, score_function, batch, head, queries, span, buffers);
+      compute_p_and_ds<L, true, false>(problem, score_function, batch, head, queries, span, buffers);
     }
   } else {
-    compute_p_and_ds<L, false, true>(step, score_function, batch, head, queries, span, buffers);
+    compute_p_and_ds<L, false, true>(problem, score_function, batch, head, queries, span, buffers);
   }
   multiply<L, true>(buffers.p + span.low * kQueries, kQueries, count, queries.g_pairs, v_width * L::kPair, v_width,
                     kQueries / L::kPair, buffers.dv + span.low * v_width, v_width);
@@ -249,9 +251,9 @@ void backward_pair(const BackwardProblem& step, int64_t batch, int64_t head, int
 }
 
 template <class L>
-double add_dk_dv(const BackwardProblem& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch) {
+double add_dk_dv(const BackwardProblem& problem, int64_t batch, int64_t kv_head, int64_t block, char* scratch) {
   using Real = typename L::Real;
-  const Shape& shape = step.shape;
+  const Shape& shape = problem.shape;
   const BackwardScratch<L> buffers(shape, scratch);
   const int64_t first_key = block * kKeys, rows = shape.keys - first_key < kKeys ? shape.keys - first_key : kKeys;
   const auto add = [&](const AccumulatorView& sum, const Real* terms, int64_t dim, Real factor) {
@@ -260,22 +262,22 @@ double add_dk_dv(const BackwardProblem& step, int64_t batch, int64_t kv_head, in
       for (int64_t d = 0; d < dim; ++d)
         to[(first_key + r) * sum.strides.row + d] += terms[r * padded_dim(dim) + d] * factor;
   };
-  add(step.dk, buffers.dk, shape.dim, static_cast<Real>(step.score_parameters.scale));
-  add(step.dv, buffers.dv, shape.v_dim, Real(1));
+  add(problem.dk, buffers.dk, shape.dim, static_cast<Real>(problem.score_parameters.scale));
+  add(problem.dv, buffers.dv, shape.v_dim, Real(1));
   return static_cast<double>(L::sum(L::load(buffers.slope)));
 }
 
 template <class L>
-void add_dq(const BackwardProblem& step, int64_t batch, int64_t head, int64_t, char* query_block) {
+void add_dq(const BackwardProblem& problem, int64_t batch, int64_t head, int64_t, char* query_block) {
   using Real = typename L::Real;
-  const BackwardQueries<L> queries(step.shape, query_block);
+  const BackwardQueries<L> queries(problem.shape, query_block);
   const QueryBlock& rows = *queries.rows;
-  const Strides& strides = step.dq.strides;
-  Real* const first = static_cast<Real*>(step.dq.data) + batch * strides.batch + head * strides.head;
+  const Strides& strides = problem.dq.strides;
+  Real* const head_dq = static_cast<Real*>(problem.dq.data) + batch * strides.batch + head * strides.head;
   Real *output_rows[kQueries] = {}, ones[kQueries];
   for (int i = 0; i < kQueries; ++i) ones[i] = 1;
-  for (int i = 0; i < rows.count; ++i) output_rows[i] = first + (rows.first_row + i) * strides.row;
-  add_columns<L>(queries.dq, step.shape.dim, ones, static_cast<Real>(step.score_parameters.scale), output_rows);
+  for (int i = 0; i < rows.count; ++i) output_rows[i] = head_dq + (rows.first_row + i) * strides.row;
+  add_columns<L>(queries.dq, problem.shape.dim, ones, static_cast<Real>(problem.score_parameters.scale), output_rows);
 }
 
 }  // namespace

@@ -28,8 +28,8 @@ struct Avx512Lanes : GenericLanes<float, 64> {
     const __m512i at = _mm512_set1_epi32(k);
     return _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask((__m512i)starts, at), (__m512i)stops, at);
   }
-  static Vector distance(Integers places, int32_t k) {
-    return _mm512_cvtepi32_ps(_mm512_abs_epi32(_mm512_sub_epi32((__m512i)places, _mm512_set1_epi32(k))));
+  static Vector distance(Integers q_positions, int32_t k) {
+    return _mm512_cvtepi32_ps(_mm512_abs_epi32(_mm512_sub_epi32((__m512i)q_positions, _mm512_set1_epi32(k))));
   }
   static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
   static Vector exp2(Vector x) {
@@ -103,11 +103,11 @@ struct Bf16Lanes : Avx512Lanes {
 
 }  // namespace
 
-const Kernels& kernels_avx512(DType dtype, bool bf16_products) {
+const Kernels& kernels_avx512(DType dtype, bool has_bf16_products) {
   static constexpr Kernels fp32 = make_kernels<Avx512Lanes>("avx512");
   static constexpr Kernels fp64 = make_kernels<GenericLanes<double, 64>>("avx512");
   static constexpr Kernels bf16 = make_kernels<Bf16Lanes>("avx512_bf16");
-  if (dtype == DType::kBF16 && bf16_products) return bf16;
+  if (dtype == DType::kBF16 && has_bf16_products) return bf16;
   return dtype == DType::kF64 ? fp64 : fp32;
 }
 

@@ -88,17 +88,17 @@ struct GenericLanes {
   static Mask greater(Vector a, Vector b) { return a > b; }
   static Mask equal(Vector a, Vector b) { return a == b; }
   static bool any(Mask mask) {
-    bool found = false;
-    for (int i = 0; i < kWidth; ++i) found |= mask[i] != 0;
-    return found;
+    bool is_any_set = false;
+    for (int i = 0; i < kWidth; ++i) is_any_set |= mask[i] != 0;
+    return is_any_set;
   }
   // Lanes with starts <= k < stops.
   static Mask in_interval(Integers starts, Integers stops, int32_t k) {
     const Integers at = Integers{} + k;
     return (starts <= at) & (stops > at);
   }
-  static Vector distance(Integers places, int32_t k) {
-    const Integers d = places - k;
+  static Vector distance(Integers q_positions, int32_t k) {
+    const Integers d = q_positions - k;
     return __builtin_convertvector(d < 0 ? -d : d, Vector);
   }
   static Real sum(Vector v) {

@@ -54,18 +54,18 @@ inline bool is_finite(typename L::Operand x) {
 }
 
 // Replaces infinities and NaN by 0; returns true if there were none. A product that sums over rows includes rows
-// outside a query's interval, with probability 0, and 0 times infinity would be NaN. The infinities and NaN inside the
-// interval are added afterwards (add_nonfinite).
+// outside a query's interval, with probability 0, and 0 times infinity would be NaN. add_nonfinite later adds the terms
+// of infinities and NaN inside the interval.
 template <class L>
 inline bool zero_nonfinite(typename L::Operand* values, int64_t count) {
   // The flag is as wide as the values; otherwise compilers do not vectorize the loop.
   using Flag =
       std::conditional_t<sizeof(*values) == 2, uint16_t, std::conditional_t<sizeof(*values) == 4, uint32_t, uint64_t>>;
-  Flag found = 0;
-  for (int64_t i = 0; i < count; ++i) found |= static_cast<Flag>(!is_finite<L>(values[i]));
-  for (int64_t i = 0; found != 0 && i < count; ++i)
+  Flag has_nonfinite = 0;
+  for (int64_t i = 0; i < count; ++i) has_nonfinite |= static_cast<Flag>(!is_finite<L>(values[i]));
+  for (int64_t i = 0; has_nonfinite != 0 && i < count; ++i)
     if (!is_finite<L>(values[i])) values[i] = 0;
-  return found == 0;
+  return has_nonfinite == 0;
 }
 
 inline const char* row_address(const InputView& source, DType dtype, int64_t batch, int64_t head, int64_t row) {
@@ -80,7 +80,7 @@ inline void read_row(const InputView& source, DType dtype, int64_t batch, int64_
   convert_row<L>(row_address(source, dtype, batch, head, row), dtype, dim, packed);
 }
 
-// Rows of one head are far apart in memory, so the hardware prefetcher does not fetch the next ones.
+// Prefetch explicitly: rows of one head are far apart in memory, so the hardware prefetcher does not fetch them.
 constexpr int64_t kPrefetchRows = 12, kCacheLine = 64;
 
 inline void prefetch(const void* memory, int64_t bytes) {
@@ -124,10 +124,10 @@ inline void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t i = 0; i < rows; i += kSquare) transpose_rows<L>(from + i * columns, columns, columns, to + i, rows);
 }
 
-// Adds columns [dim][kQueries] to rows of the caller's tensor: row[i] = keep[i] * row[i] + factor * column[i]. Rows
-// whose pointer is null are skipped.
+// Adds columns [dim][kQueries] to rows of the caller's tensor: row[i] = row_factors[i] * row[i] + factor * column[i].
+// Rows whose pointer is null are skipped.
 template <class L>
-inline void add_columns(const typename L::Real* columns, int64_t dim, const typename L::Real* keep,
+inline void add_columns(const typename L::Real* columns, int64_t dim, const typename L::Real* row_factors,
                         typename L::Real factor, typename L::Real* const* rows) {
   using Real = typename L::Real;
   alignas(64) Real square[kSquare * kSquare];
@@ -142,16 +142,16 @@ inline void add_columns(const typename L::Real* columns, int64_t dim, const type
         Real* row = rows[i + r] + d;
         if (d + kSquare <= dim) {
           for (int64_t v = 0; v < kSquare; v += L::kWidth)
-            L::store(row + v,
-                     L::fma(L::load(row + v), L::broadcast(keep[i + r]), L::load(terms + v) * L::broadcast(factor)));
+            L::store(row + v, L::fma(L::load(row + v), L::broadcast(row_factors[i + r]),
+                                     L::load(terms + v) * L::broadcast(factor)));
         } else {
-          for (int64_t e = 0; d + e < dim; ++e) row[e] = row[e] * keep[i + r] + terms[e] * factor;
+          for (int64_t e = 0; d + e < dim; ++e) row[e] = row[e] * row_factors[i + r] + terms[e] * factor;
         }
       }
     }
 }
 
-// The kPair operands that one multiply-add consumes per lane, as one integer or float, so that they move together.
+// The kPair operands that one multiply-add consumes per lane, as one integer or float, so that they stay together.
 template <class L>
 using LaneStep = std::conditional_t<L::kPair == 2, uint32_t, typename L::Operand>;
 
@@ -193,8 +193,8 @@ inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows,
   transpose<L>(as_lane_steps<L>(pairs), block_rows / L::kPair, padded_dim(dim), as_lane_steps<L>(columns));
 }
 
-// Divides the memory of a block, or a thread's scratch memory. Members of derived classes take consecutive 64-byte
-// aligned parts in their initializers, in order of declaration. With null memory, end() is the size.
+// Divides the memory of a block, or a thread's scratch memory, into arrays. Initializers of derived classes take
+// consecutive 64-byte aligned parts, in order of declaration. With null memory, end() is the total size.
 template <class L>
 class MemoryLayout {
  public:

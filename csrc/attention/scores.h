@@ -15,21 +15,22 @@ constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 // A block of queries: their intervals of keys and their positions. Padding queries have empty intervals.
 struct QueryBlock {
-  alignas(64) int32_t starts[kQueries], stops[kQueries], places[kQueries], indices[kQueries];
+  alignas(64) int32_t starts[kQueries], stops[kQueries], positions[kQueries], indices[kQueries];
   int32_t count;                    // without padding
   int32_t any_start, any_stop;      // smallest interval that contains all intervals of these queries
   int32_t every_start, every_stop;  // keys in the intervals of all of these queries; empty if stop <= start
   int64_t first_row;                // row of the first query
 
-  QueryBlock(const Problem& step, int64_t block) : first_row(block * kQueries) {
-    const int64_t remaining = step.shape.rows - first_row;
+  QueryBlock(const Problem& problem, int64_t block) : first_row(block * kQueries) {
+    const int64_t remaining = problem.shape.rows - first_row;
     count = static_cast<int32_t>(remaining < kQueries ? remaining : kQueries);
     for (int i = 0; i < kQueries; ++i) {
       const bool exists = i < count;
-      starts[i] = exists ? step.intervals.starts[first_row + i] : 0;
-      stops[i] = exists ? step.intervals.stops[first_row + i] : 0;
-      places[i] = exists && step.intervals.places != nullptr ? step.intervals.places[first_row + i] : 0;
-      indices[i] = exists && step.intervals.q_indices != nullptr ? step.intervals.q_indices[first_row + i] : 0;
+      starts[i] = exists ? problem.intervals.starts[first_row + i] : 0;
+      stops[i] = exists ? problem.intervals.stops[first_row + i] : 0;
+      positions[i] =
+          exists && problem.intervals.q_positions != nullptr ? problem.intervals.q_positions[first_row + i] : 0;
+      indices[i] = exists && problem.intervals.q_indices != nullptr ? problem.intervals.q_indices[first_row + i] : 0;
     }
     update_bounds();
   }
@@ -50,20 +51,20 @@ struct QueryBlock {
   }
 };
 
-// The rows of a block of keys that a block of queries needs, and whether they need a mask.
+// The rows of a key block that a query block needs.
 struct KeySpan {
   int64_t begin;      // first key of the block
   int64_t low, high;  // rows [low, high) of the block, multiples of 8: the largest register tile
   bool is_used;       // the interval of at least one query contains a key of the block
-  bool needs_mask;    // the interval of some query does not contain all of these rows
+  bool needs_mask;    // some query's interval does not contain all of these rows
 
   KeySpan(const QueryBlock& rows, int64_t block, int64_t keys) : begin(block * kKeys) {
     const int64_t end = begin + kKeys < keys ? begin + kKeys : keys;
     is_used = false;
     for (int i = 0; i < rows.count; ++i) {
-      const int64_t from = rows.starts[i] > begin ? rows.starts[i] : begin;
-      const int64_t to = rows.stops[i] < end ? rows.stops[i] : end;
-      is_used |= from < to;
+      const int64_t common_begin = rows.starts[i] > begin ? rows.starts[i] : begin;
+      const int64_t common_end = rows.stops[i] < end ? rows.stops[i] : end;
+      is_used |= common_begin < common_end;
     }
     low = rows.any_start > begin ? (rows.any_start - begin) / 8 * 8 : 0;
     const int64_t used_rows = (rows.any_stop < end ? rows.any_stop : end) - begin;
@@ -109,8 +110,8 @@ struct ScoreFunction {
 };
 
 // Dropout factors of the probabilities of one vector of queries. Random bits come from Philox4x32-10 (Salmon et al., SC
-// 2011), counted by position, so they do not depend on blocks or ranks. The four words of a counter value are used for
-// four consecutive keys.
+// 2011), whose counter is the position, so they do not depend on blocks or ranks. The four words of a counter value
+// serve four consecutive keys.
 template <class L>
 class DropoutFactors {
  public:

@@ -29,7 +29,7 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Returns the struct whose memory is `packed`. `name` is for the error message.
+// Copies the bytes of `packed` into a T. `name` names the argument in the error message.
 template <typename T>
 T parse_struct(const py::bytes& packed, const char* name) {
   const std::string bytes = packed;

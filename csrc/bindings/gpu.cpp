@@ -97,8 +97,8 @@ using nccl::Communicator;
 using nccl::Ticket;
 using nccl::Transfer;
 
-// Returns an owner of the communicator that destroys it without the GIL, which the destructor may hold or not. The
-// destruction waits for ops in flight, and other Python threads must be able to run meanwhile.
+// Returns an owner of the communicator that releases the GIL, if the thread holds it, before it destroys the
+// communicator. The destruction waits for ops in flight, and other Python threads must be able to run meanwhile.
 std::shared_ptr<Communicator> destroy_without_gil(std::shared_ptr<Communicator> communicator) {
   Communicator* const raw = communicator.get();
   return std::shared_ptr<Communicator>(raw, [owner = std::move(communicator)](Communicator*) mutable {
@@ -112,14 +112,14 @@ std::shared_ptr<Communicator> destroy_without_gil(std::shared_ptr<Communicator> 
 }
 
 void close_at_exit() {
-  static const bool registered = [] {
+  static const bool is_registered = [] {
     py::module_::import("atexit").attr("register")(py::cpp_function([] {
       py::gil_scoped_release release;
       Communicator::close_all();
     }));
     return true;
   }();
-  (void)registered;
+  (void)is_registered;
 }
 
 std::shared_ptr<Communicator> create_communicator(const std::shared_ptr<nccl::Library>& library,
@@ -201,7 +201,7 @@ void bind_communicator(py::module_& m) {
           "sends"_a, "receives"_a, "after"_a, NoGil(),
           "Enqueues all sends and receives, each (peer, address, bytes), as one NCCL group. With a stream `after`, "
           "they "
-          "begin after the work that it holds now.")
+          "begin after the work already enqueued in it.")
       .def("wait", wrap(&Communicator::wait), "ticket"_a, "stream"_a, NoGil(),
            "Makes `stream` wait for the end of the op.")
       .def("has_begun", &Communicator::has_begun, "ticket"_a, NoGil(),
@@ -282,7 +282,7 @@ void bind_copy_engine(py::module_& m) {
             return self.watchdog().word_address(copy_engine::expired_word(self.layout().world()));
           },
           "Device address of a word that a kernel sets if its wait for a shard has timed out.")
-      .def("scatter", wrap(&Workspace::scatter), NoGil(), "Begins a scatter and returns its number.")
+      .def("scatter", wrap(&Workspace::scatter), NoGil(), "Begins a scatter and returns its channel.")
       .def("push", wrap(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
       .def("receive", wrap(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())
       .def("release", wrap(&Workspace::release), "stream"_a, "scatter"_a, NoGil())
@@ -295,7 +295,7 @@ void bind_copy_engine(py::module_& m) {
           "scatter"_a, "sender"_a, "Byte offset of the block from `sender` in this rank's workspace.")
       .def_property_readonly("slot_bytes", [](Workspace& self) { return self.layout().slot_bytes(); })
       .def_property_readonly("failure", [](Workspace& self) { return static_cast<int>(self.watchdog().failure()); })
-      .def_property_readonly("sentence", [](Workspace& self) { return self.watchdog().sentence(); })
+      .def_property_readonly("message", [](Workspace& self) { return self.watchdog().message(); })
       .def(
           "lose", [](Workspace& self, int rank) { self.watchdog().lose(rank); }, "rank"_a, NoGil())
       .def(
@@ -438,10 +438,10 @@ void bind_kernels(py::module_& m) {
 // bytes. For all_reduce_rms_norm `chunk` is the number of columns, for all_to_all the bytes of a part.
 std::pair<int32_t, int64_t> device_plan(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype,
                                         int world, int max_blocks) {
-  const bool sums = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
-  require(sums || op == "all_gather" || op == "all_to_all" || op == "barrier",
+  const bool is_sum = op == "all_reduce" || op == "reduce_scatter" || op == "all_reduce_rms_norm";
+  require(is_sum || op == "all_gather" || op == "all_to_all" || op == "barrier",
           "op must be the name of a collective of DeviceKernels");
-  const int64_t element_bytes = sums ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
+  const int64_t element_bytes = is_sum ? static_cast<int64_t>(element_size(to_dtype(dtype))) : 1;
   const int32_t blocks = cuda::suggested_blocks(count * element_bytes, max_blocks);
   cuda::Plan plan{world, blocks};
   if (op == "all_reduce") {

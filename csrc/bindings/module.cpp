@@ -182,7 +182,7 @@ void bind_group(py::module_& m) {
       .def(
           "begin",
           [](Group& group, const std::string& op, int dtype, const std::vector<int64_t>& dims, size_t bytes,
-             bool reuse) { return group.begin(to_signature(op, dtype, dims), bytes, true, reuse); },
+             bool waits_for_reuse) { return group.begin(to_signature(op, dtype, dims), bytes, true, waits_for_reuse); },
           "op"_a, "dtype"_a, "dims"_a, "bytes"_a, "reuse"_a = false, NoGil(),
           "Begins the next call. `reuse`: first wait for peers that are still in calls that this rank has ended, so "
           "that "
@@ -302,7 +302,7 @@ attention::Problem make_problem(int dtype, const std::array<int64_t, 7>& shape, 
   problem.score_parameters.softcap = softcap;
   problem.score_parameters.slopes = pointer<>(slopes);
   if (dropout) {
-    problem.score_parameters.dropout = true;
+    problem.score_parameters.has_dropout = true;
     std::tie(problem.score_parameters.dropout_threshold, problem.score_parameters.keep_factor,
              problem.score_parameters.seed, problem.score_parameters.first_head) = *dropout;
   }
@@ -321,23 +321,23 @@ void bind_attention(py::module_& m) {
   py::class_<Problem>(
       m, "AttentionProblem",
       "Inputs of one step. shape: batch, heads, kv_heads, rows, keys, dim, v_dim. rows: addresses of the int32 vectors "
-      "starts, stops, places, q_indices, k_indices. q, k, v: address, strides of batch, row and head.")
+      "starts, stops, q_positions, q_indices, k_indices. q, k, v: address, strides of batch, row and head.")
       .def(py::init(&make_problem), "dtype"_a, "shape"_a, "rows"_a, "scale"_a, "softcap"_a, "slopes"_a, "dropout"_a,
            "q"_a, "k"_a, "v"_a);
   m.def(
       "attention_forward",
-      [](const Problem& step, const Tensor& weighted, const Tensor& highest, const Tensor& total, int threads,
+      [](const Problem& problem, const Tensor& acc, const Tensor& row_max, const Tensor& row_sum, int threads,
          const std::string& isa) {
-        attention::forward({step, to_accumulator(weighted), to_accumulator(highest), to_accumulator(total)}, threads,
+        attention::forward({problem, to_accumulator(acc), to_accumulator(row_max), to_accumulator(row_sum)}, threads,
                            isa.c_str());
       },
       "step"_a, "weighted"_a, "highest"_a, "total"_a, "threads"_a, "isa"_a, NoGil(),
       "Updates the softmax state (weighted, highest, total) with one step.");
   m.def(
       "attention_backward",
-      [](const Problem& step, const Tensor& grad_out, const Tensor& lse, const Tensor& row_sums, const Tensor& dq,
+      [](const Problem& problem, const Tensor& grad_out, const Tensor& lse, const Tensor& delta, const Tensor& dq,
          const Tensor& dk, const Tensor& dv, Address d_slopes, int threads, const std::string& isa) {
-        attention::backward({step, to_input(grad_out), to_input(lse), to_input(row_sums), to_accumulator(dq),
+        attention::backward({problem, to_input(grad_out), to_input(lse), to_input(delta), to_accumulator(dq),
                              to_accumulator(dk), to_accumulator(dv), pointer<>(d_slopes)},
                             threads, isa.c_str());
       },

@@ -35,8 +35,8 @@ class Layout {
   constexpr int64_t slot_bytes() const { return slot_bytes_; }
   constexpr int64_t bytes() const { return slot(kChannels, 0); }
 
-  // Indices of words. ready_word, free_word: 1 if the message from `sender` has arrived, or if `receiver` has taken the
-  // previous one.
+  // Indices of words. ready_word: 1 if the message from `sender` has arrived. free_word: 1 if `receiver` has taken the
+  // previous message.
   constexpr int gate_word(int gate) const { return gate; }
   constexpr int ready_word(Channel channel, int sender) const { return flag_word(channel, 0, sender); }
   constexpr int free_word(Channel channel, int receiver) const { return flag_word(channel, 1, receiver); }
@@ -52,9 +52,9 @@ class Layout {
   constexpr bool is_flag(int word) const {
     return word >= first_flag_word() && word < first_flag_word() + flag_words();
   }
-  // The following words are not among the flags, all of which a rank sets when it gives up. order_word: first of W
-  // words for a kernel, W - 1 for the order in which it takes shards and one for its time. copies_begin_word: 1 once
-  // copies may begin. copies_done_word: 1 once all copies have ended.
+  // The following words are not flags: a rank that gives up sets all flags. order_word: first of W words for a kernel,
+  // W - 1 for the order in which it takes shards and one for its time. copies_begin_word: 1 once copies may begin.
+  // copies_done_word: 1 once all copies have ended.
   constexpr int order_word(int index) const { return first_flag_word() + flag_words() + index * array_words(); }
   constexpr int copies_begin_word(int index) const { return order_word(kChannels) + index; }
   constexpr int copies_done_word(int index) const { return copies_begin_word(kChannels) + index; }

@@ -123,16 +123,16 @@ class Protocol {
     signal_free(steps, channel, peer);
   }
 
-  // Gather for a kernel that waits for shards itself: steps of the caller's stream before the kernel. If `keep_own`,
-  // also copies this rank's shard to `own_destination`.
+  // Gather for a kernel that waits for shards itself: steps of the caller's stream before the kernel. If
+  // `has_own_destination`, also copies this rank's shard to `own_destination`.
   void offer(Steps& steps, int index, uint64_t call, Location shard, Location own_destination, int64_t bytes,
-             bool keep_own) const {
+             bool has_own_destination) const {
     for (int peer = 0; peer < world(); ++peer) {
       steps.push_back(write_step(rank_, layout_.arrived_word(index, peer), 0));
       steps.push_back(write_step(rank_, layout_.order_word(index) + peer, 0));
     }
     stage(steps, index, call, shard, bytes);
-    if (keep_own) copy(steps, shard, own_destination, bytes);
+    if (has_own_destination) copy(steps, shard, own_destination, bytes);
     steps.push_back(write_step(rank_, layout_.copies_begin_word(index), 1));
   }
   // In the first pull stream, before all copies.

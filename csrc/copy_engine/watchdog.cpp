@@ -22,10 +22,10 @@ constexpr std::chrono::seconds kCloseSeconds{5};
 // may have to wait for large ones.
 constexpr double kMinGateSeconds = 5, kMaxGateSeconds = 60;
 
-const char* op_name(uint64_t call) {
+const char* op_name(uint64_t call_number) {
   static const char* const kNames[] = {"all_gather",        "all_gather_matmul", "matmul_reduce_scatter",
                                        "matmul_all_reduce", "reduce_scatter",    "a movement"};
-  return kNames[std::min<uint64_t>(call % 8, static_cast<uint64_t>(Op::kOther))];
+  return kNames[std::min<uint64_t>(call_number % 8, static_cast<uint64_t>(Op::kOther))];
 }
 
 std::string rank_list(const std::vector<int>& ranks) {
@@ -43,7 +43,8 @@ std::string seconds_text(int64_t ns) {
 }  // namespace
 
 StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-                               std::vector<DeviceAddress> addresses, std::vector<Stream> watched_streams, Stream rescue)
+                               std::vector<DeviceAddress> addresses, std::vector<Stream> watched_streams,
+                               Stream rescue_stream)
     : driver_(std::move(driver)),
       device_(device),
       protocol_(protocol),
@@ -54,7 +55,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
       gates_offset_(closed_offset_ + 8),
       nan_offset_(static_cast<size_t>(align_up(static_cast<int64_t>(gates_offset_ + 16)))),
       pinned_(driver_, device, nan_offset_ + kNanBytes),
-      rescue_(rescue),
+      rescue_stream_(rescue_stream),
       deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
       fork_count_(count_forks()),
       is_lost_(static_cast<size_t>(protocol.layout().world())) {
@@ -80,7 +81,7 @@ StreamWatchdog::~StreamWatchdog() {
         abort("Rank " + std::to_string(protocol_.rank()) + " closed its copy engine while calls were in flight.");
       std::this_thread::sleep_for(kRescuePoll);
     }
-    is_stuck = has_work_in_flight() || !driver_->is_idle(rescue_);
+    is_stuck = has_work_in_flight() || !driver_->is_idle(rescue_stream_);
   } catch (const std::exception&) {  // the device has failed, so there is nothing to wait for
   }
   stop();
@@ -119,13 +120,13 @@ void StreamWatchdog::abort(const std::string& why) {
   changed_.wait_for(lock, kCloseSeconds, [this] { return are_gates_closed_ || is_stopping_; });
 }
 
-std::string StreamWatchdog::sentence() const {
+std::string StreamWatchdog::message() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return sentence_;
+  return message_;
 }
 
-std::atomic<uint64_t>& StreamWatchdog::word(int number) const {
-  return static_cast<std::atomic<uint64_t>*>(pinned_.data())[number];
+std::atomic<uint64_t>& StreamWatchdog::word(int index) const {
+  return static_cast<std::atomic<uint64_t>*>(pinned_.data())[index];
 }
 
 void StreamWatchdog::run() {
@@ -145,7 +146,7 @@ void StreamWatchdog::run() {
       if (failure() != Failure::kNone)
         return;  // the process is exiting, or the device has failed: nothing more can be done
       std::lock_guard<std::mutex> lock(mutex_);
-      sentence_ =
+      message_ =
           "The watchdog of the streams of rank " + std::to_string(protocol_.rank()) + " failed: " + error.what() + ".";
       are_gates_closed_ = true;  // so that `abort` does not wait
       failure_.store(Failure::kAborted, std::memory_order_release);
@@ -156,12 +157,12 @@ void StreamWatchdog::run() {
 }
 
 microseconds StreamWatchdog::run_round() {
-  std::string why;
+  std::string reason;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    why = std::exchange(abort_reason_, {});
+    reason = std::exchange(abort_reason_, {});
   }
-  if (!why.empty() && failure() == Failure::kNone) fail({Failure::kAborted, protocol_.rank()}, why);
+  if (!reason.empty() && failure() == Failure::kNone) fail({Failure::kAborted, protocol_.rank()}, reason);
   if (failure() == Failure::kNone) {
     const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
     const microseconds pause = poll(now);
@@ -174,15 +175,15 @@ microseconds StreamWatchdog::poll(int64_t now_ns) {
   const int world = protocol_.layout().world();
   const auto timeout_ns = static_cast<int64_t>(std::min(timeout_seconds_.load(std::memory_order_relaxed), 9e9) * 1e9);
   bool has_waits = false;
-  for (int number = 0; number < progress_words(world); ++number) {
-    const bool is_lost = number != kGateProgress && is_lost_[static_cast<size_t>((number - 1) % world)];
-    auto& deadline = deadlines_[static_cast<size_t>(number)];
+  for (int word_index = 0; word_index < progress_words(world); ++word_index) {
+    const bool is_lost = word_index != kGateProgress && is_lost_[static_cast<size_t>((word_index - 1) % world)];
+    auto& deadline = deadlines_[static_cast<size_t>(word_index)];
     const auto expired =
-        deadline.poll(now_ns, word(number), is_lost ? std::min(timeout_ns, kLostPeerTimeoutNs) : timeout_ns);
+        deadline.poll(now_ns, word(word_index), is_lost ? std::min(timeout_ns, kLostPeerTimeoutNs) : timeout_ns);
     has_waits = has_waits || deadline.is_inside_op();
     if (!expired) continue;
     fail({is_lost ? Failure::kLost : Failure::kTimeout, protocol_.rank()},
-         timeout_message(number, expired->op, expired->waited_ns, is_lost));
+         timeout_message(word_index, expired->op, expired->waited_ns, is_lost));
     return kRescuePoll;
   }
   if (load_word(expired_word(world)) != 0) {
@@ -200,20 +201,22 @@ microseconds StreamWatchdog::poll(int64_t now_ns) {
 
 // Returns the error message about a wait that has timed out. It also names all other peers for which this rank waits in
 // the same way.
-std::string StreamWatchdog::timeout_message(int number, uint64_t call, int64_t waited_ns, bool is_lost) const {
+std::string StreamWatchdog::timeout_message(int word_index, uint64_t call_number, int64_t waited_ns,
+                                            bool is_lost) const {
   const int world = protocol_.layout().world();
   const std::string this_rank = "rank " + std::to_string(protocol_.rank());
   const std::string duration = " for " + seconds_text(waited_ns) + " s";
-  if (number == kGateProgress) return "R" + this_rank.substr(1) + " waited at the end of a call" + duration + ".";
-  const int wait_kind = (number - 1) / world;
+  if (word_index == kGateProgress) return "R" + this_rank.substr(1) + " waited at the end of a call" + duration + ".";
+  const int wait_kind = (word_index - 1) / world;
   std::vector<int> peers;
   for (int peer = 0; peer < world; ++peer) {
-    const int other = 1 + wait_kind * world + peer;
-    if (other == number || (!is_lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
+    const int peer_word_index = 1 + wait_kind * world + peer;
+    if (peer_word_index == word_index || (!is_lost && word(peer_word_index).load(std::memory_order_acquire) % 2 == 1))
+      peers.push_back(peer);
   }
   // The graphs of `offer` are launched for many calls, and report call number 0.
-  const std::string count = call / 8 > 0 ? ", call " + std::to_string(call / 8) : "";
-  const std::string text = op_name(call) + count + ": " + this_rank + " waited" + duration;
+  const std::string count = call_number / 8 > 0 ? ", call " + std::to_string(call_number / 8) : "";
+  const std::string text = op_name(call_number) + count + ": " + this_rank + " waited" + duration;
   if (wait_kind == static_cast<int>(Wait::kSend))
     return text + " until " + rank_list(peers) + " had received the data sent before.";
   return text + " for the data of " + rank_list(peers) + ".";
@@ -227,30 +230,30 @@ void StreamWatchdog::read_gates(int64_t now_ns) {
     gates_read_ns_ = now_ns;
     const DeviceAddress own_workspace = addresses_[static_cast<size_t>(protocol_.rank())];
     driver_->copy(pinned_address(gates_offset_),
-                  own_workspace + 8 * static_cast<size_t>(protocol_.layout().gate_word(0)), 16, rescue_);
+                  own_workspace + 8 * static_cast<size_t>(protocol_.layout().gate_word(0)), 16, rescue_stream_);
     is_reading_gates_ = true;
     return;
   }
-  if (!driver_->is_idle(rescue_)) return;
+  if (!driver_->is_idle(rescue_stream_)) return;
   is_reading_gates_ = false;
   const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_offset_);
   for (int gate = 0; gate < 2; ++gate) {
     if (gates[gate] <= kOpen) continue;
     const GateClosure closure = GateClosure::from_value(gates[gate]);
     return fail(closure, "Rank " + std::to_string(closure.rank) + " notified rank " + std::to_string(protocol_.rank()) +
-                             (closure.why == Failure::kTimeout ? " that it has timed out."
-                              : closure.why == Failure::kLost  ? " that it has lost a peer."
-                                                               : " that it has given up."));
+                             (closure.reason == Failure::kTimeout ? " that it has timed out."
+                              : closure.reason == Failure::kLost  ? " that it has lost a peer."
+                                                                  : " that it has given up."));
   }
 }
 
-void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentence) {
+void StreamWatchdog::fail(const GateClosure& closure, const std::string& message) {
   reinterpret_cast<uint64_t*>(static_cast<char*>(pinned_.data()) + closed_offset_)[0] = closure.value();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    sentence_ = sentence;
+    message_ = message;
   }
-  failure_.store(closure.why, std::memory_order_release);
+  failure_.store(closure.reason, std::memory_order_release);
   Steps steps;
   protocol_.close_all_gates(steps);
   write(steps);
@@ -261,12 +264,12 @@ void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentenc
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_stopping_) return;
     if (Clock::now() < deadline) continue;
-    // The streams are left waiting. If they continued, they would send invalid data that peers accept.
+    // Leave the streams waiting. If they continued, they would send invalid data that peers accept.
     is_stuck_ = true;
-    sentence_ += " The gates of the group's calls could not be closed within " +
-                 seconds_text(static_cast<int64_t>(1e9 * seconds)) + " s: the device of rank " +
-                 std::to_string(protocol_.rank()) +
-                 " does not copy to the memory of some rank. Its streams may never end: exit the process.";
+    message_ += " The gates of the group's calls could not be closed within " +
+                seconds_text(static_cast<int64_t>(1e9 * seconds)) + " s: the device of rank " +
+                std::to_string(protocol_.rank()) +
+                " does not copy to the memory of some rank. Its streams may never end: exit the process.";
     break;
   }
   {
@@ -277,8 +280,8 @@ void StreamWatchdog::fail(const GateClosure& closure, const std::string& sentenc
 }
 
 bool StreamWatchdog::has_work_in_flight() const {
-  for (int number = 0; number < progress_words(protocol_.layout().world()); ++number)
-    if (word(number).load(std::memory_order_acquire) % 2 == 1) return true;
+  for (int index = 0; index < progress_words(protocol_.layout().world()); ++index)
+    if (word(index).load(std::memory_order_acquire) % 2 == 1) return true;
   const std::unique_lock<std::mutex> lock(capture_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return true;
   return std::any_of(watched_streams_.begin(), watched_streams_.end(),
@@ -292,7 +295,7 @@ bool StreamWatchdog::rescue() {
   const DeviceAddress own_workspace = addresses_[static_cast<size_t>(protocol_.rank())];
   // Protocol::set_all_flags in one copy, because the flags are contiguous.
   driver_->copy(own_workspace + 8 * static_cast<size_t>(layout.first_flag_word()), pinned_address(ones_offset_),
-                8 * static_cast<size_t>(layout.flag_words()), rescue_);
+                8 * static_cast<size_t>(layout.flag_words()), rescue_stream_);
   const uint64_t progress = load_word(kGateProgress) & ~driver::GraphDeadline::kSeenBit;
   drop_passed(progress);
   if (progress % 2 == 1) {
@@ -316,21 +319,21 @@ bool StreamWatchdog::rescue() {
 void StreamWatchdog::write(const Steps& steps) {
   for (const Step& step : steps)
     driver_->copy(addresses_[static_cast<size_t>(step.rank)] + 8 * static_cast<size_t>(step.word),
-                  pinned_address(step.value == kOpen ? ones_offset_ : closed_offset_), 8, rescue_);
+                  pinned_address(step.value == kOpen ? ones_offset_ : closed_offset_), 8, rescue_stream_);
 }
 
-bool StreamWatchdog::finish_writes() { return driver_->synchronize(rescue_, kWriteSeconds); }
+bool StreamWatchdog::finish_writes() { return driver_->synchronize(rescue_stream_, kWriteSeconds); }
 
 void StreamWatchdog::fill_with_nan(const Memory& memory) {
   for (size_t start = 0; start < memory.bytes; start += kNanBytes)
     driver_->copy(memory.address + start, pinned_address(nan_offset_), std::min(kNanBytes, memory.bytes - start),
-                  rescue_);
+                  rescue_stream_);
 }
 
 void StreamWatchdog::drop_passed(uint64_t progress) {
   const uint64_t first_held = progress / 8 + (progress % 2 == 0 ? 1 : 0);
   std::lock_guard<std::mutex> lock(mutex_);
-  while (!passages_.empty() && passages_.front().number < first_held) passages_.pop_front();
+  while (!passages_.empty() && passages_.front().passage_number < first_held) passages_.pop_front();
 }
 
 std::vector<Memory> StreamWatchdog::find_results(uint64_t passage) const {
@@ -338,7 +341,7 @@ std::vector<Memory> StreamWatchdog::find_results(uint64_t passage) const {
   const auto captured = captured_results_.find(passage);
   if (captured != captured_results_.end()) return captured->second;
   for (const Passage& entry : passages_)
-    if (entry.number == passage) return entry.results;
+    if (entry.passage_number == passage) return entry.results;
   return {};
 }
 

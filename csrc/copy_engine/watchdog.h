@@ -38,31 +38,31 @@ enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kAborted = 3 };
 // Value of a closed gate: the rank that gave up first, and the reason. A rank that reads it closes all gates with the
 // same value.
 struct GateClosure {
-  Failure why;
+  Failure reason;
   int rank;
-  uint64_t value() const { return closed_by(rank) | static_cast<uint64_t>(why) << 32; }
+  uint64_t value() const { return closed_by(rank) | static_cast<uint64_t>(reason) << 32; }
   static GateClosure from_value(uint64_t value) {
     return {static_cast<Failure>(value >> 32), static_cast<int>((value & 0xFFFFFFFF) - closed_by(0))};
   }
 };
 
-// Ops by their number, which is the lowest three bits of a call number.
+// Kinds of op. The lowest three bits of a call number are the Op; the higher bits count calls.
 enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kReduceScatter, kOther };
 constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + static_cast<uint64_t>(op); }
 
 class StreamWatchdog {
  public:
-  // addresses: the ranks' workspaces, by rank. watched_streams: all streams of the workspace but `rescue`. rescue: a
-  // stream that never waits, in which the watchdog itself copies.
+  // addresses: the ranks' workspaces, by rank. watched_streams: all streams of the workspace but `rescue_stream`.
+  // rescue_stream: a stream that never waits, in which the watchdog itself copies.
   StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-                 std::vector<DeviceAddress> addresses, std::vector<Stream> watched_streams, Stream rescue);
+                 std::vector<DeviceAddress> addresses, std::vector<Stream> watched_streams, Stream rescue_stream);
   ~StreamWatchdog();
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
   // Device address and current value of a word in pinned memory: a progress word, passed_word or expired_word.
   DeviceAddress word_address(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }
-  uint64_t load_word(int number) const { return word(number).load(std::memory_order_acquire); }
+  uint64_t load_word(int index) const { return word(index).load(std::memory_order_acquire); }
 
   // Sets the timeout of all waits from now on.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
@@ -75,11 +75,11 @@ class StreamWatchdog {
   // Gives up, and closes the gates of all ranks, so that the peers give up too. Returns once the gates are closed.
   void abort(const std::string& why);
 
-  // First failure. sentence() returns its message, which names the op, call and ranks.
+  // First failure. message() names the op, call and ranks.
   Failure failure() const { return failure_.load(std::memory_order_acquire); }
-  std::string sentence() const;
+  std::string message() const;
 
-  // Hold it while a watched stream is being captured, because the watchdog's query of a stream invalidates its capture.
+  // Hold this mutex while a watched stream is being captured: the watchdog's query of a stream invalidates its capture.
   std::mutex& capture_mutex() { return capture_mutex_; }
 
   // Ends the watchdog's thread.
@@ -93,7 +93,7 @@ class StreamWatchdog {
   std::chrono::microseconds run_round();
   std::chrono::microseconds poll(int64_t now_ns);
   void read_gates(int64_t now_ns);
-  void fail(const GateClosure& closure, const std::string& sentence);
+  void fail(const GateClosure& closure, const std::string& message);
   bool rescue();
   void write(const Steps& steps);
   bool finish_writes();
@@ -101,8 +101,8 @@ class StreamWatchdog {
   void drop_passed(uint64_t progress);
   std::vector<Memory> find_results(uint64_t passage) const;
   bool has_work_in_flight() const;
-  std::string timeout_message(int word, uint64_t call, int64_t waited_ns, bool is_lost) const;
-  std::atomic<uint64_t>& word(int number) const;
+  std::string timeout_message(int word_index, uint64_t call_number, int64_t waited_ns, bool is_lost) const;
+  std::atomic<uint64_t>& word(int index) const;
   DeviceAddress pinned_address(size_t offset) const { return pinned_.device_address() + offset; }
 
   std::shared_ptr<const Driver> driver_;
@@ -114,7 +114,7 @@ class StreamWatchdog {
   // copy of this rank's gates; kNanBytes bytes of 0xFF.
   size_t ones_offset_, closed_offset_, gates_offset_, nan_offset_;
   driver::PinnedMemory pinned_;
-  Stream rescue_;
+  Stream rescue_stream_;
   std::vector<driver::GraphDeadline> deadlines_;
   bool is_reading_gates_ = false;
   bool is_stuck_ = false;  // closing the gates has timed out; used by the watchdog's thread only
@@ -128,12 +128,12 @@ class StreamWatchdog {
   mutable std::mutex capture_mutex_;
   mutable std::mutex mutex_;  // guards the members from here to captured_results_
   std::condition_variable changed_;
-  std::string sentence_;
+  std::string message_;
   std::string abort_reason_;       // of an `abort` that the thread has not handled yet; else empty
   bool are_gates_closed_ = false;  // true once all gates are closed, or could not be closed (is_stuck_)
   bool is_stopping_ = false;
   struct Passage {
-    uint64_t number;
+    uint64_t passage_number;
     std::vector<Memory> results;
   };
   std::deque<Passage> passages_;

@@ -17,9 +17,9 @@ constexpr size_t kMaxGraphs = 512;
 
 Location private_location(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
 
-void require_room(size_t bytes, int64_t room, const char* what) {
+void require_room(size_t bytes, int64_t room, const char* item) {
   if (static_cast<int64_t>(bytes) > room)
-    throw std::invalid_argument(std::string(what) + " has " + std::to_string(bytes) +
+    throw std::invalid_argument(std::string(item) + " has " + std::to_string(bytes) +
                                 " bytes; the workspace has room for " + std::to_string(room));
 }
 
@@ -76,7 +76,7 @@ Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
   watchdog_.set_timeout(timeout_seconds);
   wait_for_last_call(stream);
   Call call;
-  call.number = call_number(++call_count_, op);
+  call.call_number = call_number(++call_count_, op);
   return call;
 }
 
@@ -111,21 +111,21 @@ template <typename Work>
 void Workspace::launch_repeated(std::vector<uint64_t> key, const std::vector<Stream>& streams,
                                 const std::vector<Stream>& capture_streams, Work&& enqueue_work) {
   if (graphs_.size() == kMaxGraphs && wait_idle(0)) graphs_.clear();
-  const auto found = graphs_.find(key);
-  if (found == graphs_.end()) {
+  const auto entry = graphs_.find(key);
+  if (entry == graphs_.end()) {
     enqueue_work(streams);
     if (graphs_.size() < kMaxGraphs) graphs_.emplace(std::move(key), nullptr);
     return;
   }
-  if (!found->second) {
+  if (!entry->second) {
     // Capture in existing streams: work already enqueued in them is not affected. New streams would occupy further
     // hardware queues. Creating one here may also synchronize the device, which deadlocks if a kernel of a peer already
     // waits for this rank.
     const std::lock_guard<std::mutex> lock(watchdog_.capture_mutex());
-    found->second = std::make_unique<const driver::Graph>(driver_, device_, capture_streams[0],
+    entry->second = std::make_unique<const driver::Graph>(driver_, device_, capture_streams[0],
                                                           [&] { enqueue_work(capture_streams); });
   }
-  found->second->launch(streams[0]);
+  entry->second->launch(streams[0]);
 }
 
 void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to) {
@@ -140,7 +140,7 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   const SharedEvent begin_event = record(stream);
   driver_->wait(send_stream_, begin_event->get());
   enqueue(send_stream_, [&] {
-    protocol_.stage(steps_, index, call.number, private_location(shard), static_cast<int64_t>(shard.bytes));
+    protocol_.stage(steps_, index, call.call_number, private_location(shard), static_cast<int64_t>(shard.bytes));
   });
   call.has_sends = true;
   call.arrival_events.assign(static_cast<size_t>(world), nullptr);
@@ -157,7 +157,7 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
     const int peer = peer_at(rank(), distance, world);
     const Memory& destination = to[static_cast<size_t>(peer)];
     enqueue(pull_stream(peer), [&] {
-      protocol_.pull(steps_, index, call.number, peer, private_location(destination),
+      protocol_.pull(steps_, index, call.call_number, peer, private_location(destination),
                      static_cast<int64_t>(destination.bytes));
     });
     call.arrival_events[static_cast<size_t>(peer)] = record(pull_stream(peer));
@@ -180,9 +180,9 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
   const int index = static_cast<int>(gather_count_++ % kChannels);
   const Memory own_destination = to[static_cast<size_t>(rank())];
   // Call number 0, because a graph reports the same number in every launch.
-  const uint64_t number = call_number(0, op);
+  const uint64_t graph_call_number = call_number(0, op);
   const auto make_key = [&](uint64_t graph) {
-    return std::vector<uint64_t>{graph, static_cast<uint64_t>(index), number};
+    return std::vector<uint64_t>{graph, static_cast<uint64_t>(index), graph_call_number};
   };
   // Messages of a channel must be sent and pulled in the order of calls. So `stream`, which stages the shard, waits for
   // the send stream, and the first pull stream, in which graphs are launched, waits for the others.
@@ -195,7 +195,7 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
   for (const Memory& memory : to) fetch_key.insert(fetch_key.end(), {memory.address, memory.bytes});
   launch_repeated(std::move(stage_key), {stream}, {send_stream_}, [&](const std::vector<Stream>& streams) {
     enqueue(streams[0], [&] {
-      protocol_.offer(steps_, index, number, private_location(shard), private_location(own_destination),
+      protocol_.offer(steps_, index, graph_call_number, private_location(shard), private_location(own_destination),
                       static_cast<int64_t>(shard.bytes), own_destination.bytes > 0);
     });
   });
@@ -203,7 +203,7 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
   if (world == 1) return index;
   has_offer_pulls_ = true;
   launch_repeated(std::move(fetch_key), pull_streams_, pull_streams_,
-                  [&](const std::vector<Stream>& streams) { enqueue_fetches(streams, index, number, to); });
+                  [&](const std::vector<Stream>& streams) { enqueue_fetches(streams, index, graph_call_number, to); });
   return index;
 }
 
@@ -245,7 +245,7 @@ void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory bl
   const Driver::ContextGuard guard(*driver_, device_);
   driver_->wait(send_stream_, record(stream)->get());
   enqueue(send_stream_, [&] {
-    protocol_.push(steps_, scatter, call.number, peer, private_location(block), static_cast<int64_t>(block.bytes));
+    protocol_.push(steps_, scatter, call.call_number, peer, private_location(block), static_cast<int64_t>(block.bytes));
   });
   call.has_sends = true;
   push_events_[scatter] = record(send_stream_);
@@ -257,7 +257,7 @@ void Workspace::receive(const Call& call, Stream stream, int scatter) {
   // The wait begins after this rank's blocks are sent, for the same reason as the pulls in `gather`.
   if (push_events_[scatter]) driver_->wait(stream, push_events_[scatter]->get());
   push_events_[scatter] = nullptr;
-  enqueue(stream, [&] { protocol_.receive(steps_, scatter, call.number); });
+  enqueue(stream, [&] { protocol_.receive(steps_, scatter, call.call_number); });
 }
 
 void Workspace::release(Stream stream, int scatter) {

@@ -50,7 +50,7 @@ class Workspace {
   // One call of an op, from `begin` to `finish`. All ranks make the same calls in the same order, with the same gathers
   // and scatters. A call may begin and end between `begin` and `finish` of another.
   struct Call {
-    uint64_t number = 0;
+    uint64_t call_number = 0;
     std::vector<SharedEvent> arrival_events;  // of the last gather, by rank
     bool has_sends = false;                   // work in the send stream
     int offered_channel = -1;                 // channel of `offer`; -1: none
@@ -62,16 +62,17 @@ class Workspace {
   void gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to);
   // Makes `stream` wait for the shard of `peer`.
   void wait_for(const Call& call, Stream stream, int peer);
-  // Starts a gather for the next kernel in `stream`, which waits for shards itself: it polls Layout::arrived_word of
-  // the channel that is returned. `to` may contain a destination for this rank's shard too. Not for captures, because
-  // CUDA does not guarantee that branches of a graph run concurrently. Repeated offers with the same memory are
+  // Starts a gather for a kernel that polls for each shard itself (Layout::arrived_word of the returned channel); the
+  // kernel is the next work in `stream`. `to` may contain a destination for this rank's shard too. Not for captures,
+  // because CUDA does not guarantee that branches of a graph run concurrently. Repeated offers with the same memory are
   // launched as two graphs.
   int offer(Call& call, Stream stream, Op op, Memory shard, const std::vector<Memory>& to);
-  // Begins a scatter and returns its number, for the functions below. Throws std::logic_error if kChannels scatters
-  // have begun and none of them has been received: the sends of a further one would wait until they are received.
+  // Begins a scatter and returns its channel, the argument `scatter` of the functions below. Throws std::logic_error if
+  // kChannels scatters have begun and none of them has been received: the sends of a further one would wait until they
+  // are received.
   int scatter();
-  // Sends `block` to `peer` after the work that `stream` holds now. The caller may not write to `block` until the end
-  // of the call.
+  // Sends `block` to `peer` after the work already enqueued in `stream`. The caller may not write to `block` until the
+  // end of the call.
   void push(Call& call, Stream stream, int scatter, int peer, Memory block);
   // Makes `stream` wait until the blocks of all peers have arrived in their slots. Call `release` behind the work that
   // reads them, so that peers may overwrite them.
@@ -120,12 +121,13 @@ class Workspace {
   uint64_t scatter_count_ = 0;
   SharedEvent push_events_[kChannels];    // by scatter: recorded after its last block
   bool is_scatter_open_[kChannels] = {};  // by scatter: begun and not yet received
-  // Work in the pull streams since they were last ordered, outside of captures: by `gather`, and by `offer`.
+  // True if `gather`, or `offer`, has enqueued work in the pull streams since they were last ordered, outside of
+  // captures.
   bool has_gather_pulls_ = false, has_offer_pulls_ = false;
   uint64_t passage_count_ = 0;
   Stream last_stream_ = nullptr;
   uint64_t last_passage_ = 0;  // of calls outside of captures
-  // Graphs of offers by their memory; null after the first offer, which runs without a graph.
+  // Graphs of offers by their memory; null after the first such offer, which runs without a graph.
   std::map<std::vector<uint64_t>, std::unique_ptr<const driver::Graph>> graphs_;
   StreamWatchdog watchdog_;  // last member: it uses the streams
 };

@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       copy_to_slot<4>(region + owner * chunk_bytes, part, block_share(part.packets(), job.per_block));
     }
     fence_aliases();
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
       fence_aliases();
       const Multicast ranks{workspace.multicast, workspace.addresses, call.world()};
-      const int64_t from_workspace = (call.epoch & 1) * workspace.half_bytes + flag_bytes(workspace.half_bytes);
-      const int64_t offset = from_workspace + call.rank() * chunk_bytes;
+      const int64_t data_offset = (call.epoch & 1) * workspace.half_bytes + flag_bytes(workspace.half_bytes);
+      const int64_t offset = data_offset + call.rank() * chunk_bytes;
       const Share share = block_share(out[call.rank()].packets(), job.per_block);
       for_packets<4>(share, [&](auto unroll, int64_t i) {
         constexpr int kUnroll = decltype(unroll)::value;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       });
       fence_aliases();
     }
-    put(call, plan, 1, is_valid);
+    signal(call, plan, 1, is_valid);
     is_valid = is_valid && wait(call, plan, 1);
     fence_aliases();
   }

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int step = 1; step < slot.world(); ++step) store_slot(slot[step], packets, i);
       if (!reads_in_place) store_slot(slot[0], packets, i);
     });
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
       char* slots = data_at(call, call.rank());

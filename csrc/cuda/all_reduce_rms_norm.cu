@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const RowArray slot{data_at(call, peer) + plan.term_offset(call.rank()), slot_pitch, 0};
       copy_rows<sizeof(T), kAligned>(slot, partial, share, norm.columns);
     }
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
   }
   if (is_valid) {
@@ -54,20 +54,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllReduceRmsNorm);
   const RmsNorm& norm = job.norm;
   const int64_t owned_rows = ceil_div(norm.rows, call.world());
-  // Rows of `owner` that this block handles.
+  // Rows of rank `owner` that this block handles.
   auto share_of = [&](int owner) -> Share {
-    const int64_t first = owner * owned_rows < norm.rows ? owner * owned_rows : norm.rows;
-    const Share share = block_share(norm.rows - first < owned_rows ? norm.rows - first : owned_rows, job.per_block);
-    return {first + share.first, first + share.last};
+    const int64_t first_row = owner * owned_rows < norm.rows ? owner * owned_rows : norm.rows;
+    const Share share =
+        block_share(norm.rows - first_row < owned_rows ? norm.rows - first_row : owned_rows, job.per_block);
+    return {first_row + share.begin, first_row + share.end};
   };
   const int64_t slot_pitch = row_pitch(norm.columns, sizeof(T));
   const RowResults own_results = caller_results<T>(norm);
   const RowArray partial = partial_rows(job, own_results.residual.pitch);
-  // Results of `owner` in its slot at `rank`.
+  // Results of the rows of rank `owner`, stored in its slot in the workspace of `rank`.
   auto results_at = [&](int rank, int owner) -> RowResults {
     char* slot = data_at(call, rank) + plan.result_offset(owner);
-    const int64_t first = owner * owned_rows;
-    return {{slot, slot_pitch, first}, {slot + owned_rows * slot_pitch, slot_pitch, first}};
+    const int64_t first_row = owner * owned_rows;
+    return {{slot, slot_pitch, first_row}, {slot + owned_rows * slot_pitch, slot_pitch, first_row}};
   };
   auto copy_results = [&](const RowResults& to, const RowResults& from, Share rows) {
     copy_rows<sizeof(T), kAligned>(to.residual, from.residual, rows, norm.columns);
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const RowArray slot{data_at(call, owner) + plan.term_offset(call.rank()), slot_pitch, owner * owned_rows};
       copy_rows<sizeof(T), kAligned>(slot, partial, share_of(owner), norm.columns);
     }
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
       const RowArray slots{data_at(call, call.rank()), slot_pitch, call.rank() * owned_rows};
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         copy_results(results_at(peer, call.rank()), own_results, share_of(call.rank()));
       }
     }
-    put(call, plan, 1, is_valid);
+    signal(call, plan, 1, is_valid);
     is_valid = is_valid && wait(call, plan, 1);
   }
   for (int owner = 0; owner < call.world(); ++owner) {
@@ -124,13 +125,13 @@ int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorit
     using T = typename decltype(type)::type;
     const Plan plan = all_reduce_rms_norm_plan(algorithm, norm->rows, norm->columns, sizeof(T), world, blocks);
     if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
-    const bool one_shot = algorithm == Algorithm::kOneShot;
-    const int64_t rows = one_shot ? norm->rows : ceil_div(norm->rows, world);
+    const bool is_one_shot = algorithm == Algorithm::kOneShot;
+    const int64_t rows = is_one_shot ? norm->rows : ceil_div(norm->rows, world);
     const AllReduceRmsNorm job{partial, *norm, ceil_div(rows, blocks),
                                group_threads(ceil_div(norm->columns, kPacketElements<T>))};
     auto launch_one_of = [&](auto one_shot_kernel, auto two_shot_kernel) {
       auto launch_kernel = [&](auto kernel) { return launch(kernel, blocks, kThreads, stream, *workspace, plan, job); };
-      return one_shot ? launch_kernel(one_shot_kernel) : launch_kernel(two_shot_kernel);
+      return is_one_shot ? launch_kernel(one_shot_kernel) : launch_kernel(two_shot_kernel);
     };
     if (!is_in_packets<T>(partial, *norm)) {
       return launch_one_of(Kernel<all_reduce_rms_norm_one_shot<T, 0, false>>{},

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool is_valid = call.is_alive();
   if (is_valid) {
     push_parts(call, plan, in, job.per_block);
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
       const PacketArray<T> own_part = out[call.rank()];
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int step = 1; step < result.world(); ++step) store_slot(result[step], total, i);
       });
     }
-    put(call, plan, 1, is_valid);
+    signal(call, plan, 1, is_valid);
     is_valid = is_valid && wait(call, plan, 1);
   }
   for (int owner = 0; owner < call.world(); ++owner) {

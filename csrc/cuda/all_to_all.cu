@@ -46,15 +46,15 @@ struct StridedRuns {
   }
 };
 
-// Copies units [share.first, share.last) of a part.
+// Copies units [share.begin, share.end) of a part.
 template <class Unit>
 __device__ __forceinline__ void copy_runs(const AllToAllLayout& layout, const StridedRuns& to, const StridedRuns& from,
                                           Share share) {
-  if (share.first >= share.last) return;
+  if (share.begin >= share.end) return;
   constexpr int64_t kBytes = sizeof(Unit);
   const int64_t units = layout.row_bytes / kBytes;
   const UnitIndex step = UnitIndex::from_linear(kThreads, layout.rows, units);
-  UnitIndex at = UnitIndex::from_linear(share.first + threadIdx.x, layout.rows, units);
+  UnitIndex at = UnitIndex::from_linear(share.begin + threadIdx.x, layout.rows, units);
   for_packets<4>(share, [&](auto unroll, int64_t) {
     constexpr int kUnroll = decltype(unroll)::value;
     Unit copied[kUnroll];
@@ -73,7 +73,7 @@ __device__ __forceinline__ void copy_runs(const AllToAllLayout& layout, const St
 template <class Unit>
 __device__ __forceinline__ void fill_nan_runs(const AllToAllLayout& layout, const StridedRuns& to, Share share) {
   constexpr int64_t kBytes = sizeof(Unit);
-  for (int64_t i = share.first + threadIdx.x; i < share.last; i += kThreads) {
+  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kThreads) {
     char* destination = to.at(UnitIndex::from_linear(i, layout.rows, layout.row_bytes / kBytes), kBytes);
     for (int64_t byte = 0; byte < kBytes; ++byte) destination[byte] = static_cast<char>(0xff);
   }
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int64_t kUnits = 16 / kBytes;
   const int64_t count = layout.batches * layout.rows * (layout.row_bytes / kBytes);
   const Share packets = block_share(ceil_div(count, kUnits), job.per_block);
-  const Share share{packets.first * kUnits, packets.last * kUnits < count ? packets.last * kUnits : count};
+  const Share share{packets.begin * kUnits, packets.end * kUnits < count ? packets.end * kUnits : count};
   auto in_runs = [&](int part) -> StridedRuns {
     char* data = static_cast<char*>(const_cast<void*>(job.in)) + part * layout.in_part_stride;
     return {data, layout.in_batch_stride, layout.in_row_stride};
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int peer = (call.rank() + step) % call.world();
       copy_runs<Unit>(layout, slot_runs(peer, call.rank()), in_runs(peer), share);
     }
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
   }
   for (int source = 0; source < call.world(); ++source) {

@@ -65,8 +65,8 @@ int32_t for_world(int32_t world, Choose&& choose) {
 
 // All kernels of this library. Each Kernel<...> that is launched somewhere adds itself.
 inline std::vector<const void*>& all_kernels() {
-  static std::vector<const void*> found;
-  return found;
+  static std::vector<const void*> kernels;
+  return kernels;
 }
 
 // A kernel function as a type. Instantiating launch() for it registers it in all_kernels() before main, so `preload`

@@ -51,18 +51,18 @@ __device__ __forceinline__ void store_relaxed_system(int64_t* word, int64_t valu
 }
 
 __device__ __forceinline__ int64_t add_acquire_release_gpu(int64_t* word, int64_t value) {
-  int64_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
-  return before;
+  int64_t old_value;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(old_value) : "l"(word), "l"(value) : "memory");
+  return old_value;
 }
 
 __device__ __forceinline__ int64_t compare_and_swap_gpu(int64_t* word, int64_t expected, int64_t value) {
-  int64_t before;
+  int64_t old_value;
   asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], %2, %3;"
-               : "=l"(before)
+               : "=l"(old_value)
                : "l"(word), "l"(expected), "l"(value)
                : "memory");
-  return before;
+  return old_value;
 }
 
 // Orders accesses to the same memory by its own address and by its multicast address.

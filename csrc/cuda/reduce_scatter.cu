@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool is_valid = call.is_alive();
   if (is_valid) {
     push_parts(call, plan, in, job.per_block);
-    put(call, plan, 0, true);
+    signal(call, plan, 0, true);
     is_valid = wait(call, plan, 0);
     if (is_valid) {
       const SlotTerms<kWorld> terms = arrived_terms<kWorld>(call, plan, own_part);
@@ -50,10 +50,10 @@ int32_t launch_reduce_scatter(const Workspace* workspace, const void* in, void* 
   return for_dtype(dtype, [&](auto type) -> int32_t {
     using T = typename decltype(type)::type;
     constexpr int64_t kBytes = sizeof(T);
-    const int64_t longest = std::min(chunk, count);
-    const Plan plan = exchange_plan(longest * kBytes, world, blocks);
+    const int64_t longest_chunk = std::min(chunk, count);
+    const Plan plan = exchange_plan(longest_chunk * kBytes, world, blocks);
     if (!has_room(*workspace, plan)) return cudaErrorInvalidValue;
-    const ReduceScatter job{in, out, count, chunk, ceil_div(ceil_div(longest, kPacketElements<T>), blocks), bias};
+    const ReduceScatter job{in, out, count, chunk, ceil_div(ceil_div(longest_chunk, kPacketElements<T>), blocks), bias};
     return for_world(world, [&](auto constant) -> int32_t {
       return launch(Kernel<reduce_scatter_kernel<T, decltype(constant)::value>>{}, blocks, kThreads, stream, *workspace,
                     plan, job);

@@ -45,8 +45,8 @@ struct AllReduceRmsNorm {
   int32_t group_threads;
 };
 
-// Packets of a row that a thread keeps in registers between sum and norm. Further packets it reads back from its own
-// stores.
+// Number of packets of a row that a thread keeps in registers between computing the sum and normalizing. The thread
+// rereads any further packets from the memory it has written.
 constexpr int kCachedPackets = 2;
 
 // Returns the smallest group that can keep a row of `packets` packets in registers, or a whole block if none can.
@@ -56,12 +56,12 @@ inline int group_threads(int64_t packets) {
   return threads;
 }
 
-// Rows from row `first` on, `pitch` bytes apart.
+// Rows from row `first_row` on, `pitch` bytes apart.
 struct RowArray {
   char* data;
   int64_t pitch;
-  int64_t first;
-  __device__ char* operator[](int64_t row) const { return data + (row - first) * pitch; }
+  int64_t first_row;
+  __device__ char* operator[](int64_t row) const { return data + (row - first_row) * pitch; }
 };
 
 // Loads packet p of a row. If not kAligned, elements after the last column are 0.
@@ -95,7 +95,7 @@ struct RowResults {
   RowArray residual, normed;
 };
 
-// Computes new_residual and normed for rows [rows.first, rows.last).
+// Computes new_residual and normed for rows [rows.begin, rows.end).
 template <class T, int kWorld, bool kAligned>
 __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share rows, const RowTerms<kWorld>& terms,
                                           const RowResults& own_results) {
@@ -106,10 +106,10 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
   const RowArray residuals{static_cast<char*>(const_cast<void*>(norm.residual)), own_results.residual.pitch, 0};
   const char* weight = static_cast<const char*>(norm.weight);
 
-  for (int64_t first = rows.first; first < rows.last; first += group.count()) {
-    const int64_t row = first + group.index();
+  for (int64_t first_row = rows.begin; first_row < rows.end; first_row += group.count()) {
+    const int64_t row = first_row + group.index();
     // Groups without a row process no packets, but their threads must reach the barriers in group_sum.
-    const int64_t last = row < rows.last ? packets : 0;
+    const int64_t end_packet = row < rows.end ? packets : 0;
 
     float squares = 0;
     auto add_up = [&](int64_t p) -> Packet {
@@ -147,10 +147,10 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
 #pragma unroll
     for (int k = 0; k < kCachedPackets; ++k) {
       const int64_t p = group.lane() + k * group.threads;
-      if (p < last) cached[k] = add_up(p);
+      if (p < end_packet) cached[k] = add_up(p);
     }
 #pragma unroll 1
-    for (int64_t p = group.lane() + kCachedPackets * group.threads; p < last; p += group.threads) add_up(p);
+    for (int64_t p = group.lane() + kCachedPackets * group.threads; p < end_packet; p += group.threads) add_up(p);
     const float mean = group_sum(group, squares) / static_cast<float>(columns);
     const float inverse = 1.0f / sqrtf(mean + static_cast<float>(norm.eps));
 
@@ -165,10 +165,10 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
 #pragma unroll
     for (int k = 0; k < kCachedPackets; ++k) {
       const int64_t p = group.lane() + k * group.threads;
-      if (p < last) store_normed(p, cached[k]);
+      if (p < end_packet) store_normed(p, cached[k]);
     }
 #pragma unroll 1
-    for (int64_t p = group.lane() + kCachedPackets * group.threads; p < last; p += group.threads) {
+    for (int64_t p = group.lane() + kCachedPackets * group.threads; p < end_packet; p += group.threads) {
       store_normed(p, load_row_packet<T, kAligned>(own_results.residual[row], p, columns));
     }
   }
@@ -185,22 +185,21 @@ __device__ __forceinline__ RowResults caller_results(const RmsNorm& norm) {
 // otherwise element by element.
 template <int kBytes, bool kAligned>
 __device__ __forceinline__ void copy_rows(const RowArray& to, const RowArray& from, Share rows, int64_t columns) {
-  if (rows.first >= rows.last) return;
+  if (rows.begin >= rows.end) return;
   if constexpr (kAligned) {
-    copy_units<Packet>(to[rows.first], from[rows.first], (rows.last - rows.first) * to.pitch / 16);
+    copy_units<Packet>(to[rows.begin], from[rows.begin], (rows.end - rows.begin) * to.pitch / 16);
   } else {
 #pragma unroll 1
-    for (int64_t row = rows.first; row < rows.last; ++row)
-      copy_units<UnsignedBits<kBytes>>(to[row], from[row], columns);
+    for (int64_t row = rows.begin; row < rows.end; ++row) copy_units<UnsignedBits<kBytes>>(to[row], from[row], columns);
   }
 }
 
 template <class T>
 __device__ __forceinline__ void fill_nan_rows(const RmsNorm& norm, Share rows) {
   const RowResults own_results = caller_results<T>(norm);
-  if (rows.first >= rows.last) return;
-  fill_nan(own_results.residual[rows.first], (rows.last - rows.first) * own_results.residual.pitch);
-  fill_nan(own_results.normed[rows.first], (rows.last - rows.first) * own_results.normed.pitch);
+  if (rows.begin >= rows.end) return;
+  fill_nan(own_results.residual[rows.begin], (rows.end - rows.begin) * own_results.residual.pitch);
+  fill_nan(own_results.normed[rows.begin], (rows.end - rows.begin) * own_results.normed.pitch);
 }
 
 }  // namespace fused_tp::cuda

@@ -18,8 +18,8 @@ struct ChunkedArray {
   int64_t count, chunk;
 
   __device__ PacketArray<T> operator[](int owner) const {
-    const int64_t first = owner * chunk < count ? owner * chunk : count;
-    return PacketArray<T>(static_cast<const T*>(data) + first, count - first < chunk ? count - first : chunk);
+    const int64_t begin = owner * chunk < count ? owner * chunk : count;
+    return PacketArray<T>(static_cast<const T*>(data) + begin, count - begin < chunk ? count - begin : chunk);
   }
 };
 

@@ -1,7 +1,7 @@
-// begin, put, wait and end of a call: the protocol of triton_kernels/comm/signals.py in CUDA C++. A block here
+// begin, signal, wait and end of a call: the protocol of triton_kernels/comm/signals.py in CUDA C++. A block here
 // corresponds to a program of Triton. Memory order:
 //
-//   put    All threads of a block store data; __syncthreads; one thread per peer stores the flag with st.release.sys.
+//   signal All threads of a block store data; __syncthreads; one thread per peer stores the flag with st.release.sys.
 //          The barrier orders the data before the release, and releases are cumulative, so a reader of the flag sees
 //          all data.
 //   wait   One thread per peer polls the flag in its own memory with ld.acquire.sys; then __syncthreads_and. So no
@@ -12,8 +12,8 @@
 //          reads, and this rank may overwrite that half of the workspace. This also holds for blocks without work and
 //          for calls with different numbers of blocks, because a kernel ends as a whole.
 //
-// Flags only grow, except those of ranks that have given up. A flag that a call of another shape has left at the same
-// address is smaller than this call's number, so it counts as not set.
+// Flags only grow, except those of ranks that have given up. A call of another shape may have left a flag at the same
+// address. That flag is smaller than this call's number, so it counts as not set.
 //
 // A block waits only for the block of the same index on other ranks, so blocks may run concurrently or in order.
 #pragma once
@@ -64,8 +64,8 @@ __device__ __forceinline__ char* data_at(const Call& call, int rank) {
 
 // Begins the call on this rank and notifies all ranks. Every thread of the kernel calls it first.
 __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
-  const int64_t ended = load_relaxed_system(workspace.state + kEpoch);
-  const int64_t epoch = (ended < 0 ? -ended : ended) + 1;
+  const int64_t ended_calls = load_relaxed_system(workspace.state + kEpoch);
+  const int64_t epoch = (ended_calls < 0 ? -ended_calls : ended_calls) + 1;
   const int64_t expired = load_relaxed_system(workspace.state + kExpired);
   // Ignore a timeout of this same call: it may be recorded before the last thread gets here, and all threads must take
   // the same decision.
@@ -81,7 +81,7 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
 
 // Releases this block's earlier stores: they are visible to the same block of the peers once it has waited for this
 // phase. is_valid: false if the stores are invalid because an input did not arrive.
-__device__ __forceinline__ void put(const Call& call, const Plan& plan, int phase, bool is_valid) {
+__device__ __forceinline__ void signal(const Call& call, const Plan& plan, int phase, bool is_valid) {
   const int64_t value = is_valid ? call.epoch : -call.epoch;
   __syncthreads();
 #pragma unroll 1
@@ -91,44 +91,44 @@ __device__ __forceinline__ void put(const Call& call, const Plan& plan, int phas
   }
 }
 
-// True if `source` will not arrive: a wait of this rank has timed out before, or the host has marked the source in
-// kStop.
+// True if `source` will not arrive: an earlier wait of this rank has timed out, or the host has marked the source in
+// kUnreachableRanks.
 __device__ __forceinline__ bool cannot_arrive(const Call& call, int source) {
   return load_relaxed_system(call.workspace.state + kExpired) != 0 ||
-         (load_relaxed_system(call.workspace.state + kStop) >> source & 1) != 0;
+         (load_relaxed_system(call.workspace.state + kUnreachableRanks) >> source & 1) != 0;
 }
 
 // Polls a flag of this rank until it is set or the deadline has passed. Returns its value, which is negative if
-// `source` has given up. `seen`: the value that the caller has loaded.
-__device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, int source, int64_t seen) {
+// `source` has given up. `flag_value`: the value that the caller has loaded.
+__device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, int source, int64_t flag_value) {
   const int64_t start = now_ns();
-  bool waiting = seen >= 0 && !cannot_arrive(call, source);
-  for (int polls = 1; waiting; ++polls) {
+  bool is_waiting = flag_value >= 0 && !cannot_arrive(call, source);
+  for (int polls = 1; is_waiting; ++polls) {
     pause();
-    seen = load_acquire_system(flag);
-    waiting = seen < call.epoch && seen >= 0;
-    if (!waiting || polls % kPollsPerClock != 0) continue;
+    flag_value = load_acquire_system(flag);
+    is_waiting = flag_value < call.epoch && flag_value >= 0;
+    if (!is_waiting || polls % kPollsPerClock != 0) continue;
     if (load_acquire_system(flag_at(call, call.rank(), source)) < 0) {
-      // `source` has given up. Flags that it had set before, also in this call, are visible now: load the flag again.
-      seen = load_acquire_system(flag);
-      if (seen < call.epoch) seen = -call.epoch;
-      waiting = false;
+      // `source` has given up. All flags that it set before, also in this call, are visible now: load the flag again.
+      flag_value = load_acquire_system(flag);
+      if (flag_value < call.epoch) flag_value = -call.epoch;
+      is_waiting = false;
     } else {
-      waiting = now_ns() - start < call.workspace.timeout_ns && !cannot_arrive(call, source);
+      is_waiting = now_ns() - start < call.workspace.timeout_ns && !cannot_arrive(call, source);
     }
   }
-  return seen;
+  return flag_value;
 }
 
 // Writes the error record, unless an earlier wait has written one: only the first timeout is reported.
-__device__ __forceinline__ void record_error(const Call& call, int source, int block, bool gave_up) {
+__device__ __forceinline__ void record_error(const Call& call, int source, int block, bool has_given_up) {
   const Workspace& workspace = call.workspace;
   if (compare_and_swap_gpu(workspace.state + kExpired, 0, call.epoch) != 0) return;
-  int64_t absent = 0;
+  int64_t absent_ranks = 0;
 #pragma unroll 1
   for (int peer = 0; peer < workspace.world; ++peer) {
-    const int64_t begun = load_acquire_system(flag_at(call, workspace.rank, peer));
-    if (begun >= 0 && begun < call.epoch) absent |= int64_t{1} << peer;
+    const int64_t begun_call = load_acquire_system(flag_at(call, workspace.rank, peer));
+    if (begun_call >= 0 && begun_call < call.epoch) absent_ranks |= int64_t{1} << peer;
   }
   int64_t* error = workspace.error;
   store_relaxed_system(error + kErrorOp, static_cast<int64_t>(call.op));
@@ -136,8 +136,8 @@ __device__ __forceinline__ void record_error(const Call& call, int source, int b
   store_relaxed_system(error + kErrorRank, workspace.rank);
   store_relaxed_system(error + kErrorTile, block);
   store_relaxed_system(error + kErrorSource, source);
-  store_relaxed_system(error + kErrorAbsent, absent);
-  store_relaxed_system(error + kErrorGaveUp, gave_up ? 1 : 0);
+  store_relaxed_system(error + kErrorAbsent, absent_ranks);
+  store_relaxed_system(error + kErrorGaveUp, has_given_up ? 1 : 0);
   // A plain store, not an atomic, because not every platform supports GPU atomics on host memory.
   store_release_system(error + kErrorSet, 1);
 }
@@ -145,15 +145,15 @@ __device__ __forceinline__ void record_error(const Call& call, int source, int b
 // Waits for one flag, by one thread, with acquire semantics. Returns true if it has arrived; else records the error.
 __device__ __forceinline__ bool wait_for_flag(const Call& call, int64_t index, int source, int block) {
   const int64_t* flag = flag_at(call, call.rank(), index);
-  int64_t seen = load_acquire_system(flag);
-  if (seen < call.epoch) {
-    seen = poll(call, flag, source, seen);
-    if (seen < call.epoch) record_error(call, source, block, seen < 0);
+  int64_t flag_value = load_acquire_system(flag);
+  if (flag_value < call.epoch) {
+    flag_value = poll(call, flag, source, flag_value);
+    if (flag_value < call.epoch) record_error(call, source, block, flag_value < 0);
   }
-  return seen >= call.epoch;
+  return flag_value >= call.epoch;
 }
 
-// Waits until the same block of all peers has put this phase, with acquire semantics. Returns false, with an error
+// Waits until the same block of all peers has signaled this phase, with acquire semantics. Returns false, with an error
 // record, if a peer has not arrived in time. The result is the same for all threads of the block.
 __device__ __forceinline__ bool wait(const Call& call, const Plan& plan, int phase) {
   bool is_valid = call.is_alive();
@@ -174,8 +174,8 @@ __device__ __forceinline__ void end(const Call& call) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0 && add_acquire_release_gpu(call.workspace.state + kEnded, 1) == gridDim.x - 1) {
-    store_relaxed_system(call.workspace.state + kEnded, 0);
+  if (threadIdx.x == 0 && add_acquire_release_gpu(call.workspace.state + kEndedPrograms, 1) == gridDim.x - 1) {
+    store_relaxed_system(call.workspace.state + kEndedPrograms, 0);
     store_relaxed_system(call.workspace.state + kEpoch, call.epoch);
   }
 }

@@ -11,12 +11,12 @@ __device__ __forceinline__ int64_t fast_modulo(int64_t i, int64_t n) {
   return i % n;
 }
 
-// Adds the bias to `total`, which holds elements first, first + 1, ... of the sum.
+// Adds the bias to `total`, which holds elements first_element, first_element + 1, ... of the sum.
 template <class T>
-__device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacketElements<T>], int64_t first) {
+__device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacketElements<T>], int64_t first_element) {
   if (!bias.data) return;
   const T* data = static_cast<const T*>(bias.data);
-  int64_t column = fast_modulo(first, bias.columns);
+  int64_t column = fast_modulo(first_element, bias.columns);
   Packet packet = {};
   if (is_aligned(data + column, 16) && column + kPacketElements<T> <= bias.columns) {
     packet = load_packet(data + column);
@@ -70,9 +70,10 @@ struct ArrayTerms {
   }
 };
 
-// Computes packets i, i + kThreads, ... of the sum. `first`: index of the first element of packet 0, for the bias.
+// Computes packets i, i + kThreads, ... of the sum. `first_element`: index of the first element of packet 0, for the
+// bias.
 template <class T, int kUnroll, class Terms>
-__device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_t first, int64_t i,
+__device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_t first_element, int64_t i,
                                     Packet (&result)[kUnroll]) {
   constexpr int kElements = kPacketElements<T>;
   float total[kUnroll][kElements];
@@ -95,7 +96,7 @@ __device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    add_bias<T>(bias, total[u], first + (i + u * kThreads) * kElements);
+    add_bias<T>(bias, total[u], first_element + (i + u * kThreads) * kElements);
     result[u] = pack<T>(total[u]);
   }
 }

@@ -10,15 +10,15 @@
 
 namespace fused_tp::cuda {
 
-// The part [first, last) of a range of packets, rows or bytes that one block handles.
+// The part [begin, end) of a range of packets, rows or bytes that one block handles.
 struct Share {
-  int64_t first, last;
+  int64_t begin, end;
 };
 
 // Returns this block's share of `count` items, with `per_block` per block. It is the same on all ranks.
 __device__ __forceinline__ Share block_share(int64_t count, int64_t per_block) {
-  const int64_t first = blockIdx.x * per_block;
-  return {first < count ? first : count, first + per_block < count ? first + per_block : count};
+  const int64_t begin = blockIdx.x * per_block;
+  return {begin < count ? begin : count, begin + per_block < count ? begin + per_block : count};
 }
 
 __host__ __device__ __forceinline__ bool is_aligned(const void* address, int64_t to) {
@@ -100,33 +100,33 @@ __device__ __forceinline__ void store_slot(char* slot, const Packet (&packets)[k
   for (int u = 0; u < kUnroll; ++u) store_packet(slot + (i + u * kThreads) * 16, packets[u]);
 }
 
-// Both call body(count, i) for this thread's packets i, i + kThreads, ..., `count` of them at once. `count` is a
-// std::integral_constant, so that the body is unrolled and all its loads can be in flight together: kUnroll while
+// Both call body(count, i) for `count` packets of this thread at once: i, i + kThreads, ... `count` is a
+// std::integral_constant, so that the body is unrolled and all its loads can be in flight together. It is kUnroll while
 // enough packets remain, then half as many, and so on.
 template <int kUnroll, class Body>
-__device__ __forceinline__ void for_packets_from(int64_t i, int64_t last, Body&& body) {
+__device__ __forceinline__ void for_packets_from(int64_t i, int64_t end, Body&& body) {
   constexpr int kAhead = (kUnroll - 1) * kThreads;
-  if (i + kAhead < last) {
+  if (i + kAhead < end) {
     body(std::integral_constant<int, kUnroll>{}, i);
     i += kUnroll * kThreads;
   }
-  if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, last, body);
+  if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, end, body);
 }
 
 template <int kUnroll, class Body>
 __device__ __forceinline__ void for_packets(Share share, Body&& body) {
-  int64_t i = share.first + threadIdx.x;
+  int64_t i = share.begin + threadIdx.x;
 #pragma unroll 1
-  for (; i + (kUnroll - 1) * kThreads < share.last; i += kUnroll * kThreads) {
+  for (; i + (kUnroll - 1) * kThreads < share.end; i += kUnroll * kThreads) {
     body(std::integral_constant<int, kUnroll>{}, i);
   }
-  if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, share.last, body);
+  if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, share.end, body);
 }
 
 // Number of packets that a thread loads before it stores them.
 constexpr int kCopyUnroll = 8;
 
-// Copy packets [share.first, share.last) of an array to a slot, or from a slot.
+// Copy packets [share.begin, share.end) of an array to a slot, or from a slot.
 template <int kUnroll, class T>
 __device__ __forceinline__ void copy_to_slot(char* slot, const PacketArray<T>& array, Share share) {
   for_packets<kUnroll>(share, [&](auto unroll, int64_t i) {
@@ -175,17 +175,17 @@ struct PeerSlots<0> {
   }
 };
 
-// Sets all bits, which is NaN in every floating-point format, so that a result without its input is not taken for
-// valid.
+// Fills memory with NaN (all bits set is NaN in every floating-point format), so that a result without its input is not
+// mistaken for a valid one.
 __device__ __forceinline__ void fill_nan(void* to, int64_t bytes) {
   for (int64_t i = threadIdx.x; i < bytes; i += kThreads) static_cast<uint8_t*>(to)[i] = 0xff;
 }
 
-// Fills packets [share.first, share.last) of an array with NaN.
+// Fills packets [share.begin, share.end) of an array with NaN.
 template <class T>
 __device__ __forceinline__ void fill_nan(const PacketArray<T>& out, Share share) {
-  const int64_t last = share.last * 16 < out.bytes() ? share.last * 16 : out.bytes();
-  fill_nan(out.data + share.first * 16, last - share.first * 16);
+  const int64_t end_byte = share.end * 16 < out.bytes() ? share.end * 16 : out.bytes();
+  fill_nan(out.data + share.begin * 16, end_byte - share.begin * 16);
 }
 
 }  // namespace fused_tp::cuda

@@ -61,25 +61,25 @@ union BatchMemOp {
   X(cuCtxPopCurrent, cuCtxPopCurrent_v2, (Context * context))                                                         \
   X(cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                            \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int* mode))                                \
-  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, (Stream * made, unsigned flags, int priority))            \
+  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, (Stream * stream, unsigned flags, int priority))          \
   X(cuStreamDestroy, cuStreamDestroy_v2, (Stream stream))                                                             \
   X(cuStreamQuery, cuStreamQuery, (Stream stream))                                                                    \
   X(cuStreamIsCapturing, cuStreamIsCapturing, (Stream stream, int* status))                                           \
   X(cuStreamWaitEvent, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                               \
   X(cuStreamBatchMemOp, cuStreamBatchMemOp_v2, (Stream stream, unsigned count, BatchMemOp* ops, unsigned flags))      \
   X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (Stream stream, int mode))                                         \
-  X(cuStreamEndCapture, cuStreamEndCapture, (Stream stream, GraphHandle * made))                                      \
-  X(cuGraphInstantiate, cuGraphInstantiateWithFlags, (GraphExec * made, GraphHandle graph, unsigned long long flags)) \
+  X(cuStreamEndCapture, cuStreamEndCapture, (Stream stream, GraphHandle * graph))                                     \
+  X(cuGraphInstantiate, cuGraphInstantiateWithFlags, (GraphExec * exec, GraphHandle graph, unsigned long long flags)) \
   X(cuGraphDestroy, cuGraphDestroy, (GraphHandle graph))                                                              \
   X(cuGraphLaunch, cuGraphLaunch, (GraphExec graph, Stream stream))                                                   \
   X(cuGraphExecDestroy, cuGraphExecDestroy, (GraphExec graph))                                                        \
-  X(cuEventCreate, cuEventCreate, (Event * made, unsigned flags))                                                     \
+  X(cuEventCreate, cuEventCreate, (Event * event, unsigned flags))                                                    \
   X(cuEventDestroy, cuEventDestroy_v2, (Event event))                                                                 \
   X(cuEventRecord, cuEventRecord, (Event event, Stream stream))                                                       \
   X(cuEventQuery, cuEventQuery, (Event event))                                                                        \
   X(cuMemcpyAsync, cuMemcpyAsync, (DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream))                \
   X(cuMemsetD8Async, cuMemsetD8Async, (DeviceAddress to, unsigned char byte, size_t bytes, Stream stream))            \
-  X(cuMemHostAlloc, cuMemHostAlloc, (void** made, size_t bytes, unsigned flags))                                      \
+  X(cuMemHostAlloc, cuMemHostAlloc, (void** memory, size_t bytes, unsigned flags))                                    \
   X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, (DeviceAddress * address, void* host, unsigned flags))   \
   X(cuMemFreeHost, cuMemFreeHost, (void* host))
 

@@ -31,10 +31,10 @@ class Deadlines {
   std::optional<ExpiredOp> poll(int64_t now_ns, HasBegun&& has_begun, HasEnded&& has_ended) {
     while (!ops_.empty() && has_ended(ops_.front().op)) ops_.pop_front();
     if (ops_.empty()) return std::nullopt;
-    Entry& first = ops_.front();
-    if (first.begin_ns == kNever && has_begun(first.op)) first.begin_ns = now_ns;
-    if (first.begin_ns == kNever || now_ns - first.begin_ns < first.timeout_ns) return std::nullopt;
-    ExpiredOp expired{std::move(first.op), now_ns - first.begin_ns};
+    Entry& oldest = ops_.front();
+    if (oldest.begin_ns == kNever && has_begun(oldest.op)) oldest.begin_ns = now_ns;
+    if (oldest.begin_ns == kNever || now_ns - oldest.begin_ns < oldest.timeout_ns) return std::nullopt;
+    ExpiredOp expired{std::move(oldest.op), now_ns - oldest.begin_ns};
     ops_.clear();
     return expired;
   }

@@ -226,14 +226,14 @@ void Graph::begin_capture(Stream stream) const {
   driver_->check(driver_->functions().cuStreamBeginCapture(stream, kCaptureModeRelaxed), "cuStreamBeginCapture");
 }
 
-void Graph::end_capture(Stream stream, bool instantiate) {
+void Graph::end_capture(Stream stream, bool must_instantiate) {
   const Functions& functions = driver_->functions();
   GraphHandle graph = nullptr;
   const int end_code = functions.cuStreamEndCapture(stream, &graph);
   const int instantiate_code =
-      end_code == kSuccess && instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
+      end_code == kSuccess && must_instantiate ? functions.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
   if (graph != nullptr) functions.cuGraphDestroy(graph);
-  if (!instantiate) return;
+  if (!must_instantiate) return;
   driver_->check(end_code, "cuStreamEndCapture");
   driver_->check(instantiate_code, "cuGraphInstantiate");
 }
@@ -262,15 +262,15 @@ SharedEvent EventPool::take() {
   if (!event) event = std::make_unique<const OwnedEvent>(driver_, device_);
   // The deleter returns the event to the pool, if the pool still exists. In a forked child it does nothing, because the
   // pool's mutex may be locked by a thread that does not exist there.
-  return SharedEvent(event.release(),
-                     [free = std::weak_ptr<FreeList>(free_events_), forks = count_forks()](const OwnedEvent* used) {
-                       if (forks != count_forks()) return;
-                       std::unique_ptr<const OwnedEvent> owned(used);
-                       if (const std::shared_ptr<FreeList> pool = free.lock()) {
-                         std::lock_guard<std::mutex> lock(pool->mutex);
-                         pool->events.push_back(std::move(owned));
-                       }
-                     });
+  return SharedEvent(event.release(), [free_list = std::weak_ptr<FreeList>(free_events_),
+                                       forks = count_forks()](const OwnedEvent* returned_event) {
+    if (forks != count_forks()) return;
+    std::unique_ptr<const OwnedEvent> owned(returned_event);
+    if (const std::shared_ptr<FreeList> pool = free_list.lock()) {
+      std::lock_guard<std::mutex> lock(pool->mutex);
+      pool->events.push_back(std::move(owned));
+    }
+  });
 }
 
 }  // namespace fused_tp::driver

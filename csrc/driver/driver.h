@@ -39,7 +39,7 @@ struct MemoryOp {
 };
 
 struct DriverError : std::runtime_error {
-  DriverError(const std::string& sentence, int number) : std::runtime_error(sentence), code(number) {}
+  DriverError(const std::string& message, int error_code) : std::runtime_error(message), code(error_code) {}
   int code;  // the CUresult; -1 if no driver call failed
 };
 
@@ -144,7 +144,7 @@ class OwnedStream : public OwnedHandle<Stream> {
   OwnedStream(std::shared_ptr<const Driver> driver, int device, Priority priority);
 };
 
-// An event that does not record the time (kEventDisableTiming).
+// An event without timing (kEventDisableTiming).
 class OwnedEvent : public OwnedHandle<Event> {
  public:
   OwnedEvent(std::shared_ptr<const Driver> driver, int device);
@@ -175,12 +175,12 @@ class Graph : public OwnedHandle<GraphExec> {
  private:
   Graph(std::shared_ptr<const Driver> driver, int device);
   void begin_capture(Stream stream) const;
-  void end_capture(Stream stream, bool instantiate);
+  void end_capture(Stream stream, bool must_instantiate);
 };
 
-// Pool of events of a device. An event returns to the pool with its last owner. It may then be recorded again although
-// streams still wait for it, because cuStreamWaitEvent waits for the record before it, not for later ones. Any thread
-// may take and return events.
+// Pool of events of a device. An event returns to the pool when its last owner releases it. It may then be recorded
+// again although streams still wait for it: cuStreamWaitEvent waits for the latest record at the time of the call, not
+// for later ones. Any thread may take and return events.
 class EventPool {
  public:
   EventPool(std::shared_ptr<const Driver> driver, int device);

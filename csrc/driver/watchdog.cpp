@@ -29,8 +29,8 @@ int64_t now_ns() {
 
 int64_t to_ns(double seconds) { return seconds < 9e9 ? static_cast<int64_t>(seconds * 1e9) : kNever; }
 
-std::string describe_call(const char* name, uint64_t call) {
-  return std::string(name) + " (call " + std::to_string(call) + ")";
+std::string describe_call(const char* name, uint64_t call_number) {
+  return std::string(name) + " (call " + std::to_string(call_number) + ")";
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ struct Watch::State {
   std::condition_variable changed;
   bool is_removed = false;
   bool is_asleep = false;
-  bool changed_since_poll = false;
+  bool has_changed_since_poll = false;
   std::thread::id thread;
   Deadlines<WatchedOp> ops;
   std::shared_ptr<GraphProgress> graph_progress;
@@ -71,7 +71,7 @@ struct Watch::State {
       std::lock_guard<std::mutex> lock(mutex);
       clear_if_requested();
       change();
-      changed_since_poll = true;
+      has_changed_since_poll = true;
       must_wake = std::exchange(is_asleep, false);
     }
     if (must_wake) changed.notify_one();
@@ -81,7 +81,7 @@ struct Watch::State {
 namespace {
 
 struct PollResult {
-  bool in_flight = false;
+  bool is_op_in_flight = false;
   int64_t next_poll_ns = kNever;
 };
 
@@ -117,16 +117,16 @@ PollResult poll_watch(Watch::State& state) {
       graph_op = state.graph.poll(now, state.graph_progress->word(), timeout);
       result.next_poll_ns = std::min({result.next_poll_ns, kGraphPollNs, timeout / 10});
       graph_progress = state.graph_progress;
-      if (graph_op) state.graph_progress = nullptr;  // so that the deadline is reported once
+      if (graph_op) state.graph_progress = nullptr;  // so that the expired deadline is reported only once
     }
-    result.in_flight = !state.ops.empty() || state.graph.is_inside_op();
-    if (result.in_flight && state.callbacks.on_tick && now - state.last_tick_ns >= kTickNs) {
+    result.is_op_in_flight = !state.ops.empty() || state.graph.is_inside_op();
+    if (result.is_op_in_flight && state.callbacks.on_tick && now - state.last_tick_ns >= kTickNs) {
       state.last_tick_ns = now;
       must_tick = true;
     }
   }
   if (!op && !graph_op && error_text.empty() && !must_tick) return result;
-  std::lock_guard<std::mutex> callback_running(state.callback_mutex);
+  std::lock_guard<std::mutex> callback_lock(state.callback_mutex);
   {
     std::lock_guard<std::mutex> lock(state.mutex);
     if (state.is_removed) return result;
@@ -134,7 +134,8 @@ PollResult poll_watch(Watch::State& state) {
   if (must_tick) state.callbacks.on_tick();
   if (!error_text.empty()) state.callbacks.on_error(error_text);
   if (op)
-    state.callbacks.on_timeout(describe_call(op->op.name, op->op.number), 1e-9 * static_cast<double>(op->waited_ns));
+    state.callbacks.on_timeout(describe_call(op->op.name, op->op.call_number),
+                               1e-9 * static_cast<double>(op->waited_ns));
   if (graph_op)
     state.callbacks.on_timeout(graph_progress->describe(graph_op->op), 1e-9 * static_cast<double>(graph_op->waited_ns));
   return result;
@@ -152,9 +153,9 @@ void run(const std::shared_ptr<Watch::State>& state) {
     const PollResult result = poll_watch(*state);
     std::unique_lock<std::mutex> lock(state->mutex);
     if (state->is_removed) return;
-    // An update since the poll makes its result outdated. The update did not notify this thread, which was awake, so it
-    // must not go to sleep now.
-    idle_rounds = result.in_flight || std::exchange(state->changed_since_poll, false) ? 0 : idle_rounds + 1;
+    // An update since the poll makes its result outdated. The update did not notify this thread, which was awake. So
+    // this thread must not go to sleep now.
+    idle_rounds = result.is_op_in_flight || std::exchange(state->has_changed_since_poll, false) ? 0 : idle_rounds + 1;
     if (idle_rounds <= kIdleRoundsBeforeSleep) {
       const auto pause = std::chrono::nanoseconds(std::min(period, result.next_poll_ns));
       state->changed.wait_for(lock, pause, [&] { return state->is_removed; });
@@ -162,10 +163,10 @@ void run(const std::shared_ptr<Watch::State>& state) {
       continue;
     }
     state->is_asleep = true;
-    const auto woken = [&] { return state->is_removed || !state->is_asleep; };
+    const auto is_woken = [&] { return state->is_removed || !state->is_asleep; };
     if (result.next_poll_ns == kNever)
-      state->changed.wait(lock, woken);
-    else if (!state->changed.wait_for(lock, std::chrono::nanoseconds(result.next_poll_ns), woken))
+      state->changed.wait(lock, is_woken);
+    else if (!state->changed.wait_for(lock, std::chrono::nanoseconds(result.next_poll_ns), is_woken))
       continue;  // timeout: time to poll the progress of graphs
     idle_rounds = 0;
     period = kFirstPollNs;
@@ -177,12 +178,12 @@ void run(const std::shared_ptr<Watch::State>& state) {
 GraphProgress::GraphProgress(std::shared_ptr<const Driver> driver, int device)
     : driver_(driver), memory_(std::move(driver), device, sizeof(uint64_t)) {}
 
-uint64_t GraphProgress::begin(Stream stream, const char* name, uint64_t call) {
+uint64_t GraphProgress::begin(Stream stream, const char* name, uint64_t call_number) {
   uint64_t op = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     op = ops_.size();
-    ops_.push_back({name, call});
+    ops_.push_back({name, call_number});
   }
   driver_->write_value(stream, memory_.device_address(), 2 * op + 1);
   return op;
@@ -195,7 +196,7 @@ void GraphProgress::end(Stream stream, uint64_t op) {
 std::string GraphProgress::describe(uint64_t op) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (op >= ops_.size()) return "an op in a CUDA graph";
-  return describe_call(ops_[op].name, ops_[op].call) + " in a CUDA graph";
+  return describe_call(ops_[op].name, ops_[op].call_number) + " in a CUDA graph";
 }
 
 Watch::Watch(std::shared_ptr<const Driver> driver, int device, Callbacks callbacks)
@@ -221,8 +222,7 @@ Watch::~Watch() {
   state_->changed.notify_one();
   // The thread was detached, not joined, because it may be blocked in the driver. It shares ownership of the state, and
   // begins no more callbacks. Wait for a callback that is running.
-  if (state_->thread != std::this_thread::get_id())
-    std::lock_guard<std::mutex> callback_has_ended(state_->callback_mutex);
+  if (state_->thread != std::this_thread::get_id()) std::lock_guard<std::mutex> callback_lock(state_->callback_mutex);
 }
 
 void Watch::add(WatchedOp op) {

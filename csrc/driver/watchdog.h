@@ -21,7 +21,7 @@ namespace fused_tp::driver {
 // before it has ended.
 struct WatchedOp {
   const char* name;         // for the error message; a string literal
-  uint64_t number;          // number of the call that this op belongs to
+  uint64_t call_number;     // of the call to which this op belongs
   SharedEvent begin_event;  // null: the op can begin once the op before it has ended
   SharedEvent end_event;
   double timeout_seconds;
@@ -33,8 +33,8 @@ struct WatchedOp {
 class GraphProgress {
  public:
   GraphProgress(std::shared_ptr<const Driver> driver, int device);
-  // Enqueue the writes in a stream that is being captured. `begin` returns the number of the op.
-  uint64_t begin(Stream stream, const char* name, uint64_t call);
+  // Enqueue the writes in a stream that is being captured. `begin` returns the index of the op.
+  uint64_t begin(Stream stream, const char* name, uint64_t call_number);
   void end(Stream stream, uint64_t op);
 
   std::atomic<uint64_t>& word() const { return *static_cast<std::atomic<uint64_t>*>(memory_.data()); }
@@ -46,7 +46,7 @@ class GraphProgress {
   PinnedMemory memory_;
   struct Op {
     const char* name;
-    uint64_t call;
+    uint64_t call_number;
   };
   mutable std::mutex mutex_;
   std::vector<Op> ops_;
@@ -56,11 +56,11 @@ class GraphProgress {
 class Watch {
  public:
   struct Callbacks {
-    // Called once, without locks, when the deadline of op `what` has passed after `seconds`. All ops have been removed
-    // from the watch before. The callback must abort the op so that the stream continues.
-    std::function<void(const std::string& what, double seconds)> on_timeout;
+    // Called once, without locks, when the deadline of `op` has passed after `seconds`. The watch has removed all ops
+    // before. The callback must abort the op so that the stream continues.
+    std::function<void(const std::string& op, double seconds)> on_timeout;
     // Called once, without locks, when the driver reports an error. CUDA errors are sticky: the device is unusable.
-    std::function<void(const std::string& why)> on_error;
+    std::function<void(const std::string& error)> on_error;
     // Called about ten times a second while an op is in flight; may be empty.
     std::function<void()> on_tick;
   };
@@ -75,7 +75,7 @@ class Watch {
   // From now on also watches the ops of graphs; call it at most once. Each poll calls timeout_seconds. A graph may be
   // replayed at any time, so its progress is polled until the Watch is destroyed.
   void watch_graphs(std::shared_ptr<GraphProgress> progress, std::function<double()> timeout_seconds);
-  // Removes all ops, for example because the caller has aborted them itself. It does not wait for the watchdog's
+  // Removes all ops, for example because the caller has aborted them itself. Does not wait for the watchdog's
   // thread, which may be blocked in the driver.
   void clear();
 

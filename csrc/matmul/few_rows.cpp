@@ -34,10 +34,10 @@ const char* few_rows_isa(DType dtype, const char* isa) {
 }
 
 void few_rows(const FewRowsProblem& problem, int threads, const char* isa) {
-  const Kernels* const found = select_kernels(problem.dtype, isa);
-  if (found == nullptr)
+  const Kernels* const supported_kernels = select_kernels(problem.dtype, isa);
+  if (supported_kernels == nullptr)
     throw std::invalid_argument("few_rows needs AVX2 or AVX-512; call it only if few_rows_isa returns a name");
-  const Kernels& kernels = *found;
+  const Kernels& kernels = *supported_kernels;
   char* const packed = scratch_memory().reserve(kernels.packed_bytes(problem));
   kernels.pack(problem, packed);
   if (threads <= 1) {
@@ -45,8 +45,8 @@ void few_rows(const FewRowsProblem& problem, int threads, const char* isa) {
   } else {
     const int64_t tasks = (problem.columns + kTaskColumns - 1) / kTaskColumns;
     parallel_for(tasks, threads, [&](int64_t task, int) {
-      const int64_t first = task * kTaskColumns;
-      kernels.multiply(problem, packed, first, std::min(first + kTaskColumns, problem.columns));
+      const int64_t begin = task * kTaskColumns;
+      kernels.multiply(problem, packed, begin, std::min(begin + kTaskColumns, problem.columns));
     });
   }
   scratch_memory().trim();

@@ -67,12 +67,12 @@ struct Bf16EmulatedLanes : Avx512Sums, Bf16Elements {
 
 }  // namespace
 
-const Kernels& kernels_avx512(DType dtype, bool bf16_products) {
+const Kernels& kernels_avx512(DType dtype, bool has_bf16_products) {
   static constexpr Kernels fp32 = make_kernels<Fp32Lanes>("avx512"),
                            bf16_emulated = make_kernels<Bf16EmulatedLanes>("avx512"),
                            bf16_native = make_kernels<Bf16NativeLanes>("avx512_bf16");
   if (dtype == DType::kF32) return fp32;
-  return bf16_products ? bf16_native : bf16_emulated;
+  return has_bf16_products ? bf16_native : bf16_emulated;
 }
 
 }  // namespace fused_tp::matmul

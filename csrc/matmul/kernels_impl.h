@@ -48,17 +48,17 @@ void pack(const FewRowsProblem& problem, char* packed) {
     for (int64_t m = 0; m < problem.rows; ++m)
       L::pack(x + m * problem.x_row + step * L::kStep, packed + (step * problem.rows + m) * L::kXBytes);
   for (int64_t m = 0; remainder > 0 && m < problem.rows; ++m) {
-    Element last[L::kStep] = {};
-    std::memcpy(last, x + m * problem.x_row + full_steps * L::kStep, remainder * sizeof(Element));
-    L::pack(last, packed + (full_steps * problem.rows + m) * L::kXBytes);
+    Element tail[L::kStep] = {};
+    std::memcpy(tail, x + m * problem.x_row + full_steps * L::kStep, remainder * sizeof(Element));
+    L::pack(tail, packed + (full_steps * problem.rows + m) * L::kXBytes);
   }
 }
 
-// Steps [first, last) of the kColumns rows of w from `w` on.
+// Steps [begin, end) of kColumns rows of w; `w` points to the first of these rows.
 template <class L>
 struct WeightBlock {
   const typename L::Element* w;
-  int64_t w_row, first, last;
+  int64_t w_row, begin, end;
 };
 
 template <class L, int kRows, int kColumns>
@@ -70,12 +70,12 @@ inline void multiply_tile(const char* packed, int64_t rows, const WeightBlock<L>
     FUSED_TP_UNROLL
     for (int n = 0; n < kColumns; ++n) sums[m][n] = is_first ? L::zero() : sums_in_memory[m][n];
   }
-  int64_t prefetched = next.first;
-  for (int64_t step = current.first; step < current.last; ++step) {
+  int64_t prefetched = next.begin;
+  for (int64_t step = current.begin; step < current.end; ++step) {
     typename L::WStep w[kColumns];
     FUSED_TP_UNROLL
     for (int n = 0; n < kColumns; ++n) w[n] = L::load_w(current.w + n * current.w_row + step * L::kStep);
-    if (prefetched < next.last) {
+    if (prefetched < next.end) {
       FUSED_TP_UNROLL
       for (int n = 0; n < kColumns; ++n) __builtin_prefetch(next.w + n * next.w_row + prefetched * L::kStep, 0, 2);
       ++prefetched;
@@ -94,16 +94,16 @@ inline void multiply_tile(const char* packed, int64_t rows, const WeightBlock<L>
   }
 }
 
-// Adds the products of one block of w and all rows of x to `sums`. Each tile prefetches an equal part of
-// the next block.
+// Adds the products of one block of w and all rows of x to `sums`. Each tile prefetches an equal part of the next
+// block.
 template <class L, int kColumns>
 void multiply_block(const char* packed, int64_t rows, const WeightBlock<L>& current, const WeightBlock<L>& next,
                     typename L::Sums (*sums)[kColumns], bool is_first) {
   const int64_t tiles = rows / L::kRows + rows % L::kRows;
-  const int64_t steps_per_tile = (next.last - next.first + tiles - 1) / tiles;
+  const int64_t steps_per_tile = (next.end - next.begin + tiles - 1) / tiles;
   int64_t m = 0;
-  for (WeightBlock<L> prefetch{next.w, next.w_row, next.first, 0}; m < rows; prefetch.first = prefetch.last) {
-    prefetch.last = std::min(prefetch.first + steps_per_tile, next.last);
+  for (WeightBlock<L> prefetch{next.w, next.w_row, next.begin, 0}; m < rows; prefetch.begin = prefetch.end) {
+    prefetch.end = std::min(prefetch.begin + steps_per_tile, next.end);
     if (m + L::kRows <= rows) {
       multiply_tile<L, L::kRows, kColumns>(packed + m * L::kXBytes, rows, current, prefetch, is_first, sums + m);
       m += L::kRows;
@@ -115,7 +115,7 @@ void multiply_block(const char* packed, int64_t rows, const WeightBlock<L>& curr
 }
 
 template <class L, int kColumns>
-void multiply_columns(const FewRowsProblem& problem, const char* packed, int64_t first, int64_t last) {
+void multiply_columns(const FewRowsProblem& problem, const char* packed, int64_t begin, int64_t end) {
   using Element = typename L::Element;
   const auto* const w = static_cast<const Element*>(problem.w);
   const auto* const bias = static_cast<const Element*>(problem.bias);
@@ -123,21 +123,22 @@ void multiply_columns(const FewRowsProblem& problem, const char* packed, int64_t
   const int64_t rows = problem.rows, w_row = problem.w_row;
   const int64_t full_steps = problem.depth / L::kStep, remainder = problem.depth % L::kStep;
   typename L::Sums sums[kMaxRows][kColumns];
-  for (int64_t n = first; n < last; n += kColumns) {
-    const WeightBlock<L> next_rows{w + std::min(n + kColumns, last - kColumns) * w_row, w_row, 0,
+  for (int64_t n = begin; n < end; n += kColumns) {
+    const WeightBlock<L> next_rows{w + std::min(n + kColumns, end - kColumns) * w_row, w_row, 0,
                                    std::min(full_steps, kBlockSteps<L>)};
     for (int64_t step = 0; step < full_steps; step += kBlockSteps<L>) {
-      const int64_t end = std::min(step + kBlockSteps<L>, full_steps);
-      const WeightBlock<L> current{w + n * w_row, w_row, step, end};
-      const WeightBlock<L> next_in_row{current.w, w_row, end, std::min(end + kBlockSteps<L>, full_steps)};
-      multiply_block<L, kColumns>(packed, rows, current, end < full_steps ? next_in_row : next_rows, sums, step == 0);
+      const int64_t end_step = std::min(step + kBlockSteps<L>, full_steps);
+      const WeightBlock<L> current{w + n * w_row, w_row, step, end_step};
+      const WeightBlock<L> next_in_row{current.w, w_row, end_step, std::min(end_step + kBlockSteps<L>, full_steps)};
+      multiply_block<L, kColumns>(packed, rows, current, end_step < full_steps ? next_in_row : next_rows, sums,
+                                  step == 0);
     }
     if (remainder > 0) {  // fewer than kStep elements remain: multiply a copy padded with zeros
-      Element end[kColumns][L::kStep] = {};
+      Element tail[kColumns][L::kStep] = {};
       for (int i = 0; i < kColumns; ++i)
-        std::memcpy(end[i], w + (n + i) * w_row + full_steps * L::kStep, remainder * sizeof(Element));
-      const char* const packed_end = packed + full_steps * rows * L::kXBytes;
-      multiply_block<L, kColumns>(packed_end, rows, {end[0], L::kStep, 0, 1}, {end[0], L::kStep, 0, 0}, sums,
+        std::memcpy(tail[i], w + (n + i) * w_row + full_steps * L::kStep, remainder * sizeof(Element));
+      const char* const packed_tail = packed + full_steps * rows * L::kXBytes;
+      multiply_block<L, kColumns>(packed_tail, rows, {tail[0], L::kStep, 0, 1}, {tail[0], L::kStep, 0, 0}, sums,
                                   full_steps == 0);
     }
     for (int64_t m = 0; m < rows; ++m)
@@ -149,10 +150,10 @@ void multiply_columns(const FewRowsProblem& problem, const char* packed, int64_t
 }
 
 template <class L>
-void multiply(const FewRowsProblem& problem, const char* packed, int64_t first, int64_t last) {
-  const int64_t tiled_last = first + (last - first) / L::kColumns * L::kColumns;
-  multiply_columns<L, L::kColumns>(problem, packed, first, tiled_last);
-  multiply_columns<L, 1>(problem, packed, tiled_last, last);
+void multiply(const FewRowsProblem& problem, const char* packed, int64_t begin, int64_t end) {
+  const int64_t tiled_end = begin + (end - begin) / L::kColumns * L::kColumns;
+  multiply_columns<L, L::kColumns>(problem, packed, begin, tiled_end);
+  multiply_columns<L, 1>(problem, packed, tiled_end, end);
 }
 
 template <class L>

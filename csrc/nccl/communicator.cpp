@@ -187,9 +187,9 @@ Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_p
       events_(driver_, device),
       graph_progress_(std::make_shared<driver::GraphProgress>(driver_, device)) {
   driver::Watch::Callbacks callbacks;
-  callbacks.on_timeout = [this](const std::string& what, double seconds) { on_timeout(what, seconds); };
-  callbacks.on_error = [this](const std::string& why) {
-    fail(FailureKind::kOther, describe_on_rank("the device") + " is broken: " + why);
+  callbacks.on_timeout = [this](const std::string& op, double seconds) { on_timeout(op, seconds); };
+  callbacks.on_error = [this](const std::string& error) {
+    fail(FailureKind::kOther, describe_on_rank("the device") + " is broken: " + error);
   };
   callbacks.on_tick = [this] { on_tick(); };
   watch_ = std::make_unique<driver::Watch>(driver_, device_, std::move(callbacks));
@@ -216,7 +216,7 @@ Communicator::~Communicator() {
 // Calls a function of NCCL and waits until the communicator is no longer in state ncclInProgress. Throws if that fails.
 // Returns the result of the call itself, which may be ncclInProgress.
 template <typename Call>
-Result Communicator::call_nccl(const std::string& what, Call&& call) {
+Result Communicator::call_nccl(const std::string& operation, Call&& call) {
   Result result = Result::kSuccess;
   {
     const auto lock = lock_handle();
@@ -224,7 +224,7 @@ Result Communicator::call_nccl(const std::string& what, Call&& call) {
     Driver::ContextGuard guard(*driver_, device_);
     result = call();
   }
-  wait_for_result(result, what);
+  wait_for_result(result, operation);
   return result;
 }
 
@@ -236,7 +236,7 @@ std::unique_lock<std::mutex> Communicator::lock_handle() const {
   return lock;
 }
 
-void Communicator::wait_for_result(Result result, const std::string& what) {
+void Communicator::wait_for_result(Result result, const std::string& operation) {
   const auto start = Clock::now();
   Backoff backoff(options_.check_interrupt);
   // Some functions return ncclSuccess although their work is still in progress, so ask at least once.
@@ -246,7 +246,7 @@ void Communicator::wait_for_result(Result result, const std::string& what) {
     result = handle_->async_error();
     if (result != Result::kInProgress) break;
     if (seconds_since(start) > timeout()) {
-      fail(FailureKind::kTimeout, describe_on_rank(what) + " took longer than " + format_seconds(timeout()) +
+      fail(FailureKind::kTimeout, describe_on_rank(operation) + " took longer than " + format_seconds(timeout()) +
                                       " (FUSED_TP_TIMEOUT): some rank did not take part; NCCL does not report which.");
       break;
     }
@@ -254,28 +254,28 @@ void Communicator::wait_for_result(Result result, const std::string& what) {
       backoff.step();
     } catch (...) {
       fail(FailureKind::kOther,
-           describe_on_rank(what) + " was interrupted; the ranks may no longer make matching calls.");
+           describe_on_rank(operation) + " was interrupted; the ranks may no longer make matching calls.");
       throw;
     }
   }
   check();
   if (result != Result::kSuccess) {
-    fail(result, what);
+    fail(result, operation);
     check();
   }
 }
 
 // Throws if another thread is capturing this communicator's stream. An op would otherwise become part of that thread's
 // graph, or invalidate its capture.
-static void refuse_other_captures(const Driver& driver, int device, Stream ours, Stream after) {
+static void refuse_other_captures(const Driver& driver, int device, Stream own_stream, Stream after) {
   Driver::ContextGuard guard(driver, device);
-  if (!driver.is_capturing(ours)) return;  // if `after` is being captured, the op becomes part of that graph
-  bool same_capture = false;
+  if (!driver.is_capturing(own_stream)) return;  // if `after` is being captured, the op becomes part of that graph
+  bool is_same_capture = false;
   try {
-    same_capture = driver.is_capturing(after);
+    is_same_capture = driver.is_capturing(after);
   } catch (const driver::DriverError&) {  // the default stream cannot be queried during a capture
   }
-  if (!same_capture)
+  if (!is_same_capture)
     throw std::invalid_argument(
         "another thread is capturing this communicator's ops in a CUDA graph; call this op after the capture has "
         "ended");
@@ -290,8 +290,8 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
   if (after) refuse_other_captures(*driver_, device_, stream(), *after);
   Ticket ticket;
   ticket.op = op;
-  ticket.number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
-  const std::string what = std::string(op) + " (call " + std::to_string(ticket.number) + ")";
+  ticket.call_number = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const std::string operation = std::string(op) + " (call " + std::to_string(ticket.call_number) + ")";
   try {
     Driver::ContextGuard guard(*driver_, device_);
     ticket.end_event = events_.take();
@@ -302,8 +302,8 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
       driver_->wait(stream(), begin_event->get());
     }
     ticket.is_captured = driver_->is_capturing(stream());
-    const uint64_t graph_op = ticket.is_captured ? graph_progress_->begin(stream(), op, ticket.number) : 0;
-    const Result launched = call_nccl(what, [&] {
+    const uint64_t graph_op = ticket.is_captured ? graph_progress_->begin(stream(), op, ticket.call_number) : 0;
+    const Result launch_result = call_nccl(operation, [&] {
       // With a non-blocking communicator, a send or receive outside a group may return before it is launched.
       const Functions& f = library_->functions();
       Result result = f.group_start();
@@ -313,7 +313,7 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
       const Result end_result = f.group_end();
       return result == Result::kSuccess || result == Result::kInProgress ? end_result : result;
     });
-    if (launched == Result::kSuccess && has_data && size_ > 1) {
+    if (launch_result == Result::kSuccess && has_data && size_ > 1) {
       // ncclGroupEnd of a non-blocking communicator returns ncclInProgress if it launches ops. ncclSuccess means that
       // this group was nested: its ops are launched at the end of the outermost group, after the events recorded here.
       // The ops cannot be cancelled, and NCCL will still use the communicator, so it is leaked.
@@ -321,7 +321,7 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
         const auto lock = lock_handle();
         handle_->comm = nullptr;
       }
-      fail(FailureKind::kOther, describe_on_rank(what) +
+      fail(FailureKind::kOther, describe_on_rank(operation) +
                                     " was called inside of an open ncclGroupStart of this thread, e.g. in a coalescing "
                                     "manager of torch.distributed, which delays the launch. Call it outside.");
       check();
@@ -331,13 +331,13 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
     ticket.begin_event = begin_event;
     if (!ticket.is_captured) {
       track_outputs(ticket, std::move(outputs));
-      watch_->add({op, ticket.number, std::move(begin_event), ticket.end_event, timeout()});
+      watch_->add({op, ticket.call_number, std::move(begin_event), ticket.end_event, timeout()});
     } else if (!has_captured_ops_) {
       has_captured_ops_ = true;
       watch_->watch_graphs(graph_progress_, [this] { return timeout(); });
     }
   } catch (const driver::DriverError& error) {
-    fail(FailureKind::kOther, describe_on_rank(what) + " failed: " + error.what());
+    fail(FailureKind::kOther, describe_on_rank(operation) + " failed: " + error.what());
   }
   check();
   return ticket;
@@ -385,8 +385,8 @@ void Communicator::wait(const Ticket& ticket, Stream stream) {
 
 // ---- failing ---------------------------------------------------------------------------------------------------
 
-std::string Communicator::describe_on_rank(const std::string& what) const {
-  return what + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_);
+std::string Communicator::describe_on_rank(const std::string& subject) const {
+  return subject + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_);
 }
 
 void Communicator::require_open() const {
@@ -442,15 +442,15 @@ bool Communicator::fill_outputs(double seconds) {
   std::future<bool> done = fill->done.get_future();
   try {
     std::thread([fill, handle = handle_, ops = std::move(in_flight)]() mutable {
-      bool filled = false;
+      bool is_filled = false;
       try {
         handle->driver->relax_capture_mode();
-        filled = handle->fill_running_op(ops, fill->is_too_late);
+        is_filled = handle->fill_running_op(ops, fill->is_too_late);
       } catch (const std::exception&) {  // a broken device cannot be written
       }
       ops.clear();
       handle.reset();
-      fill->done.set_value(filled);
+      fill->done.set_value(is_filled);
     }).detach();
   } catch (const std::system_error&) {  // no further thread can be created
     return false;
@@ -460,12 +460,12 @@ bool Communicator::fill_outputs(double seconds) {
   return false;
 }
 
-void Communicator::fail(FailureKind kind, std::string sentence) {
+void Communicator::fail(FailureKind kind, std::string message) {
   std::lock_guard<std::mutex> failing_lock(failing_mutex_);
   if (has_failed()) return;
   is_failing_.store(true, std::memory_order_release);
   watch_->clear();
-  if (!fill_outputs(kFillSeconds)) sentence += " Its output could not be filled with NaN.";
+  if (!fill_outputs(kFillSeconds)) message += " Its output could not be filled with NaN.";
   {
     std::lock_guard<std::mutex> lock(abort_count().mutex);
     ++abort_count().in_progress;
@@ -473,7 +473,7 @@ void Communicator::fail(FailureKind kind, std::string sentence) {
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     failure_kind_ = kind;
-    failure_ = std::move(sentence);
+    failure_ = std::move(message);
     has_failed_.store(true, std::memory_order_release);
   }
   failure_published_.notify_all();
@@ -502,15 +502,16 @@ void Communicator::fail(FailureKind kind, std::string sentence) {
   }
 }
 
-void Communicator::fail(Result result, const std::string& what) {
+void Communicator::fail(Result result, const std::string& operation) {
   const bool is_lost = result == Result::kRemoteError || result == Result::kSystemError;
-  fail(is_lost ? FailureKind::kLost : FailureKind::kOther,
-       describe_on_rank(what) + (is_lost ? " lost a peer" : " failed") + ". NCCL says: " + library_->describe(result));
+  fail(is_lost ? FailureKind::kLost : FailureKind::kOther, describe_on_rank(operation) +
+                                                               (is_lost ? " lost a peer" : " failed") +
+                                                               ". NCCL says: " + library_->describe(result));
 }
 
-void Communicator::on_timeout(const std::string& what, double seconds) {
+void Communicator::on_timeout(const std::string& op, double seconds) {
   fail(FailureKind::kTimeout,
-       describe_on_rank(what) + " has waited " + format_seconds(seconds) +
+       describe_on_rank(op) + " has waited " + format_seconds(seconds) +
            " (FUSED_TP_TIMEOUT) for its peers, some of which had not arrived; NCCL does not report which.");
 }
 

@@ -1,14 +1,14 @@
 // Communicator: a NCCL communicator with its own stream, with deadlines, and with failures that do not end the process.
 //
-// A call enqueues an op and returns without waiting for data. It waits only for the launch, which a thread of NCCL
-// does, and for the connection to a peer in the first op with it.
+// A call enqueues an op and returns without waiting for data. It waits only until a thread of NCCL has launched the op
+// and, in the first op with a peer, has connected to it.
 //
-// If an op misses its deadline, NCCL reports an error, or a peer is lost, then:
+// If an op misses its deadline, if NCCL reports an error, or if a peer is lost, then:
 // 1. The output of the running op is filled with 0xFF bytes (NaN).
 // 2. Every later call throws the error.
 // 3. The NCCL communicator is aborted, so that streams continue.
-// Outputs of ops behind the running one are not filled, because kernels before these ops may still read that memory.
-// Their results, and those of graphs replayed after a failure, are undefined.
+// Outputs of later ops are not filled, because kernels before these ops may still read that memory. The results of
+// later ops, and of graphs replayed after a failure, are undefined.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ using driver::Stream;
 // An op that was enqueued. Any stream may wait for end_event, any number of times.
 struct Ticket {
   const char* op = "";
-  uint64_t number = 0;
+  uint64_t call_number = 0;
   SharedEvent begin_event;  // done once the work before the op in `after` has completed; null: no such work
   SharedEvent end_event;
   bool is_captured = false;  // part of a CUDA graph, so the host cannot query its events
@@ -74,19 +74,19 @@ class Communicator {
   uint64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
 
-  // Sets the timeout of ops that are enqueued from now on, and at once that of ops in graphs.
+  // Sets the timeout of ops enqueued from now on. For ops in CUDA graphs it takes effect immediately.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   double timeout() const { return timeout_seconds_.load(std::memory_order_relaxed); }
 
-  // Enqueue an op. It begins after the communicator's earlier ops and, if `after` is given, after all work that this
-  // stream holds now. The caller keeps the memory alive until the op has ended.
+  // These enqueue an op. It begins after the communicator's earlier ops and, if `after` is given, after all work
+  // already enqueued in that stream. The caller keeps the memory alive until the op has ended.
   Ticket all_gather(const void* in, void* out, size_t bytes_per_rank, std::optional<Stream> after);
   // Enqueues all transfers as one NCCL group, so none waits for another. Transfers between two ranks match in order.
   Ticket exchange(const std::vector<Transfer>& transfers, std::optional<Stream> after);
 
   // Makes `stream` wait for the end of the op.
   void wait(const Ticket& ticket, Stream stream);
-  // has_begun: true once the work in `after` before the op has completed; the op then waits only for earlier ops and
+  // has_begun: true once the work before the op in `after` has completed; the op then waits only for earlier ops and
   // for peers. has_ended: true once the op has ended. Both are always true for an op of a CUDA graph. Any thread may
   // call them.
   bool has_begun(const Ticket& ticket) const {
@@ -128,19 +128,19 @@ class Communicator {
   template <typename Call>
   Ticket enqueue(const char* op, std::optional<Stream> after, std::vector<Range> outputs, bool has_data, Call&& call);
   template <typename Call>
-  Result call_nccl(const std::string& what, Call&& call);
-  void wait_for_result(Result result, const std::string& what);
+  Result call_nccl(const std::string& operation, Call&& call);
+  void wait_for_result(Result result, const std::string& operation);
   std::unique_lock<std::mutex> lock_handle() const;
   void track_outputs(const Ticket& ticket, std::vector<Range> outputs);
   void require_open() const;
-  void fail(FailureKind kind, std::string sentence);
-  void fail(Result result, const std::string& what);  // an error reported by NCCL
+  void fail(FailureKind kind, std::string message);
+  void fail(Result result, const std::string& operation);  // an error reported by NCCL
   bool fill_outputs(double seconds);
-  void on_timeout(const std::string& what, double seconds);
+  void on_timeout(const std::string& op, double seconds);
   void on_tick();
   void shut_down(double seconds);
   void close(double seconds);
-  std::string describe_on_rank(const std::string& what) const;
+  std::string describe_on_rank(const std::string& subject) const;
   bool is_done(const driver::OwnedEvent& event) const {
     const Driver::ContextGuard current(*driver_, device_);
     return driver_->is_done(event.get());

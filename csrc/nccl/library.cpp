@@ -82,8 +82,8 @@ UniqueId Library::make_id() const {
 
 std::string Library::describe(Result result, Comm comm) const {
   std::string text = functions_.get_error_string(result);
-  const char* last = functions_.get_last_error(comm);
-  if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
+  const char* last_error = functions_.get_last_error(comm);
+  if (last_error != nullptr && *last_error != '\0') text += std::string(" (") + last_error + ")";
   return text;
 }
 

@@ -68,8 +68,8 @@ void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, si
   kernels().sum(out, sources.data(), group.size(), count, dtype);
 }
 
-// Two-shot reduction of `count` units of `unit` bytes, chunk by chunk. A chunk has one block per rank, and rank b owns
-// block b: the peers pass it their terms, and it reduces them and returns the result.
+// Two-shot reduction of `count` units of `unit_bytes` bytes, chunk by chunk. A chunk has one block per rank, and rank b
+// owns block b: the peers pass it their terms, and it reduces them and returns the result.
 //
 // Chunks alternate between the two halves of the workspace. Each rank signals in(0), out(0), in(1), out(1), ...: in(k)
 // when its terms of chunk k are in its workspace, out(k) when its result is there and it has read the peers' terms. The
@@ -78,22 +78,22 @@ void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, si
 // reduce_own(first, length, terms) reduces units [first, first + length), owned by this rank, given one term per rank,
 // and returns the address of the result. take_result(first, length, result) receives the result of another rank.
 template <typename ReduceOwn, typename TakeResult>
-void two_shot(Group& group, Call& call, const void* in, size_t count, size_t block, size_t unit, ReduceOwn&& reduce_own,
-              TakeResult&& take_result) {
+void two_shot(Group& group, Call& call, const void* in, size_t count, size_t block, size_t unit_bytes,
+              ReduceOwn&& reduce_own, TakeResult&& take_result) {
   const int ranks = group.size();
   const int rank = group.rank();
   const size_t chunk = block * static_cast<size_t>(ranks);
   const size_t chunks = ceil_div(count, chunk);
-  const size_t half = (chunk + block) * unit;  // one block of terms per rank, and the result
+  const size_t half_bytes = (chunk + block) * unit_bytes;  // one block of terms per rank, and the result
   auto begin_of = [&](size_t k, int b) { return std::min(count, k * chunk + static_cast<size_t>(b) * block); };
   auto length_of = [&](size_t k, int b) { return std::min(count, begin_of(k, b) + block) - begin_of(k, b); };
   auto workspace = [&](int r, size_t k, int b) {
-    return call.workspace(r) + (k % 2) * half + static_cast<size_t>(b) * block * unit;
+    return call.workspace(r) + (k % 2) * half_bytes + static_cast<size_t>(b) * block * unit_bytes;
   };
   auto copy_in = [&](size_t k) {
     for (int step = 1; step < ranks; ++step) {
       const int b = (rank + step) % ranks;
-      copy(workspace(rank, k, b), at(in, begin_of(k, b) * unit), length_of(k, b) * unit);
+      copy(workspace(rank, k, b), at(in, begin_of(k, b) * unit_bytes), length_of(k, b) * unit_bytes);
     }
     call.signal(static_cast<uint32_t>(2 * k + 1));
   };
@@ -101,9 +101,10 @@ void two_shot(Group& group, Call& call, const void* in, size_t count, size_t blo
   for (size_t k = 0; k < chunks; ++k) {
     call.wait_all(static_cast<uint32_t>(2 * k + 1));
     std::array<const void*, kMaxRanks> terms;
-    for (int r = 0; r < ranks; ++r) terms[r] = r == rank ? at(in, begin_of(k, rank) * unit) : workspace(r, k, rank);
+    for (int r = 0; r < ranks; ++r)
+      terms[r] = r == rank ? at(in, begin_of(k, rank) * unit_bytes) : workspace(r, k, rank);
     copy(workspace(rank, k, ranks), reduce_own(begin_of(k, rank), length_of(k, rank), terms.data()),
-         length_of(k, rank) * unit);
+         length_of(k, rank) * unit_bytes);
     call.signal(static_cast<uint32_t>(2 * k + 2));
     if (k + 1 < chunks) copy_in(k + 1);
     for (int step = 1; step < ranks; ++step) {
@@ -220,13 +221,14 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
   // The workspace starts with the counts that this rank sends to each peer and expects from each peer. Peers compute
   // their offsets from these, and every rank checks that all pairs of ranks agree.
   const size_t n = static_cast<size_t>(ranks);
-  const size_t table = round_up(2 * n * sizeof(size_t), kCacheLine);
-  const auto call = group.begin(make_signature("all_to_all", dtype, {}), table + send_offsets.back() * size, false);
+  const size_t table_bytes = round_up(2 * n * sizeof(size_t), kCacheLine);
+  const auto call =
+      group.begin(make_signature("all_to_all", dtype, {}), table_bytes + send_offsets.back() * size, false);
   auto sent_counts = [&](int r) { return reinterpret_cast<size_t*>(call->workspace(r)); };
   auto expected_counts = [&](int r) { return sent_counts(r) + n; };
   std::copy(send_counts.begin(), send_counts.end(), sent_counts(rank));
   std::copy(receive_counts.begin(), receive_counts.end(), expected_counts(rank));
-  copy(call->workspace(rank) + table, in, send_offsets.back() * size);
+  copy(call->workspace(rank) + table_bytes, in, send_offsets.back() * size);
   call->signal(1);
   call->wait_all(1);
   for (int from = 0; from < ranks; ++from)
@@ -239,7 +241,8 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
   for (int step = 0; step < ranks; ++step) {
     const int r = (rank + step) % ranks;
     const size_t offset = std::accumulate(sent_counts(r), sent_counts(r) + rank, size_t{0});
-    copy(at(out, receive_offsets[r] * size), call->workspace(r) + table + offset * size, receive_counts[r] * size);
+    copy(at(out, receive_offsets[r] * size), call->workspace(r) + table_bytes + offset * size,
+         receive_counts[r] * size);
   }
   call->end();
 }
@@ -253,8 +256,8 @@ void all_reduce_rms_norm(Group& group, const NormArguments& arguments, DType dty
   Signature signature = make_signature(
       "all_reduce_rms_norm", dtype, {static_cast<int64_t>(arguments.rows), static_cast<int64_t>(arguments.columns), 0});
   std::memcpy(&signature.dims[2], &arguments.eps, sizeof arguments.eps);
-  auto norm_row = [&](size_t row, const void* const* partials, int n_partials, bool add_residual) {
-    kernels().rms_norm_row({partials, n_partials, add_residual ? at(arguments.residual, row * row_bytes) : nullptr,
+  auto norm_row = [&](size_t row, const void* const* partials, int n_partials, bool adds_residual) {
+    kernels().rms_norm_row({partials, n_partials, adds_residual ? at(arguments.residual, row * row_bytes) : nullptr,
                             arguments.weight, at(arguments.new_residual, row * row_bytes),
                             at(arguments.normed, row * row_bytes), arguments.columns, arguments.eps},
                            dtype);
@@ -273,8 +276,8 @@ void all_reduce_rms_norm(Group& group, const NormArguments& arguments, DType dty
     call->end();
     return;
   }
-  // Two-shot by rows: the owner of a row sums it. Every rank norms the returned sums itself,
-  // because returning normed rows too would double the data.
+  // Two-shot by rows: the owner of a row sums it. Every rank norms the returned sums itself, because returning normed
+  // rows too would double the data.
   const size_t block = std::max<size_t>({1, kChunkBytes / static_cast<size_t>(ranks) / row_bytes,
                                          ceil_div(arguments.rows, kMaxChunks * static_cast<size_t>(ranks))});
   const auto call = group.begin(signature, 2 * (static_cast<size_t>(ranks) + 1) * block * row_bytes, false);
@@ -285,9 +288,9 @@ void all_reduce_rms_norm(Group& group, const NormArguments& arguments, DType dty
     }
     return at(arguments.new_residual, first * row_bytes);
   };
-  auto take_result = [&](size_t first, size_t length, const void* summed) {
+  auto take_result = [&](size_t first, size_t length, const void* sums) {
     for (size_t i = 0; i < length; ++i) {
-      const void* row = at(summed, i * row_bytes);
+      const void* row = at(sums, i * row_bytes);
       norm_row(first + i, &row, 1, false);
     }
   };

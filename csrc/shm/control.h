@@ -38,10 +38,10 @@ struct alignas(kCacheLine) Slot {
   uint64_t signature_hash;
   uint64_t workspace_offset;
   uint64_t workspace_bytes;
-  uint64_t ended_up_to;  // number of a call: the owner had ended it and all earlier ones when this call began
-  // In a separate cache line, because peers read it only before they reuse the slot, not while the call runs.
-  alignas(
-      kCacheLine) std::atomic<uint64_t> last_ended;  // number of the last call in this slot that the owner has ended
+  uint64_t ended_up_to;  // when this call began, the owner had ended all calls up to this one
+  // Number of the last call in this slot that the owner has ended. In a separate cache line, because peers read it only
+  // before they reuse the slot, not while the call runs.
+  alignas(kCacheLine) std::atomic<uint64_t> last_ended;
   alignas(kCacheLine) Signature signature;
 };
 

@@ -50,8 +50,8 @@ std::string describe(const Signature& signature) {
   return text.str();
 }
 
-std::string describe_call(const Signature& signature, uint64_t number) {
-  return describe(signature) + ", call " + std::to_string(number);
+std::string describe_call(const Signature& signature, uint64_t call_number) {
+  return describe(signature) + ", call " + std::to_string(call_number);
 }
 
 int open_pidfd(int pid) {
@@ -150,13 +150,13 @@ void Group::close() {
   control(rank_).state.compare_exchange_strong(running, static_cast<uint32_t>(RankState::kClosed));
 }
 
-void Group::give_up(const std::string& because) {
+void Group::give_up(const std::string& reason) {
   if (fork_count_ != count_forks()) return;
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     if (failure_state_ != RankState::kRunning) return;
     failure_state_ = RankState::kClosed;
-    failure_reason_ = because;
+    failure_reason_ = reason;
   }
   close();
 }
@@ -176,17 +176,17 @@ void Group::throw_if_unusable() {
   throw PeerLostError(text);
 }
 
-void Group::fail(RankState state, const std::string& because) {
+void Group::fail(RankState state, const std::string& reason) {
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     failure_state_ = state;
-    failure_reason_ = because;
+    failure_reason_ = reason;
   }
   // This precedes the end of the call on this rank: a peer that finds the call ended, but not complete, reads the
   // reason from `state`.
   control(rank_).state.store(static_cast<uint32_t>(state), std::memory_order_release);
-  if (state == RankState::kTimedOut) throw CollectiveTimeoutError(because);
-  throw PeerLostError(because);
+  if (state == RankState::kTimedOut) throw CollectiveTimeoutError(reason);
+  throw PeerLostError(reason);
 }
 
 void Group::fail_lost_peer(int rank, const std::string& how, const std::string& call_text) {
@@ -201,9 +201,9 @@ void Group::adopt_failure(int rank, const std::string& call_text) {
     fail(state, "rank " + std::to_string(rank_) + ", in " + call_text + ": rank " + std::to_string(rank) +
                     " waited past its deadline and left the group");
   if (state != RankState::kPeerLost) return;
-  const int lost = static_cast<int>(control(rank).lost_rank.load(std::memory_order_relaxed));
-  if (lost == rank_) fail_lost_peer(rank, "gave up on this rank and left the group", call_text);
-  fail_lost_peer(lost, "died or left (as rank " + std::to_string(rank) + " saw)", call_text);
+  const int lost_peer = static_cast<int>(control(rank).lost_rank.load(std::memory_order_relaxed));
+  if (lost_peer == rank_) fail_lost_peer(rank, "gave up on this rank and left the group", call_text);
+  fail_lost_peer(lost_peer, "died or left (as rank " + std::to_string(rank) + " saw)", call_text);
 }
 
 bool Group::has_closed(int rank) const {
@@ -228,11 +228,11 @@ void Group::check_peers(const Wait& wait) {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || !wait.depends_on(r)) continue;
     adopt_failure(r, wait.call_text());
-    const bool closed = has_closed(r);
-    if (!closed && !is_dead(r)) continue;
+    const bool is_closed = has_closed(r);
+    if (!is_closed && !is_dead(r)) continue;
     // Check the wait again: the rank may have contributed just before it left.
     if (wait.is_done() || !wait.depends_on(r)) continue;
-    fail_lost_peer(r, closed ? "has left the group" : "died", wait.call_text());
+    fail_lost_peer(r, is_closed ? "has left the group" : "died", wait.call_text());
   }
 }
 
@@ -242,7 +242,7 @@ void Group::wait_until(const Wait& wait) {
     std::atomic<uint64_t>& total;
     Clock::time_point begin;
     ~CountWait() { total += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count()); }
-  } count{waited_ns_, begin};
+  } wait_counter{waited_ns_, begin};
   auto next_interrupt_check = begin + std::chrono::milliseconds(100);
   double timeout_seconds = 0;
   Backoff backoff(is_oversubscribed_);
@@ -286,7 +286,7 @@ void Group::recycle_workspaces() {
   while (!pending_workspaces_.empty()) {
     const HeapWorkspace oldest = pending_workspaces_.front();
     for (int r = 0; r < size_; ++r)
-      if (!has_ended(r, oldest.number)) return;
+      if (!has_ended(r, oldest.call_number)) return;
     heap_->release(oldest.offset);
     pending_workspaces_.pop_front();
   }
@@ -294,7 +294,7 @@ void Group::recycle_workspaces() {
 
 // True if a call has ended on this rank, but peers may still read its workspace. Call recycle_workspaces first.
 bool Group::has_lagging_peers() const {
-  return !pending_workspaces_.empty() && has_ended(rank_, pending_workspaces_.front().number);
+  return !pending_workspaces_.empty() && has_ended(rank_, pending_workspaces_.front().call_number);
 }
 
 bool Group::is_settled() {
@@ -312,7 +312,7 @@ size_t Group::allocate(size_t bytes) {
 }
 
 template <typename HasEnded>
-void Group::wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t number) {
+void Group::wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t call_number) {
   const auto all_have_ended = [&] {
     for (int r = 0; r < size_; ++r)
       if (!rank_has_ended(r)) return false;
@@ -320,41 +320,41 @@ void Group::wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature
   };
   const auto is_missing = [&](int r) { return !rank_has_ended(r); };
   if (!all_have_ended())
-    wait_until({all_have_ended, is_missing, is_missing, [] {}, [&] { return describe_call(signature, number); }});
+    wait_until({all_have_ended, is_missing, is_missing, [] {}, [&] { return describe_call(signature, call_number); }});
 }
 
-// A rank may be up to kSlots calls ahead of its peers. If the heap is too small for their workspaces, it waits for
-// peers.
-size_t Group::allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number) {
+// A rank may be up to kSlots calls ahead of its peers. If the heap is too small for the workspaces of these calls, it
+// waits for peers.
+size_t Group::allocate_workspace(size_t bytes, bool waits_for_reuse, const Signature& signature, uint64_t call_number) {
   size_t offset;
-  while ((reuse && has_lagging_peers()) || !heap_->try_allocate(bytes, &offset)) {
+  while ((waits_for_reuse && has_lagging_peers()) || !heap_->try_allocate(bytes, &offset)) {
     if (!has_lagging_peers()) return heap_->allocate(bytes);  // throws, because the heap is full
-    const uint64_t oldest = pending_workspaces_.front().number;
-    wait_for_ranks([&](int r) { return has_ended(r, oldest); }, signature, number);
+    const uint64_t oldest_call = pending_workspaces_.front().call_number;
+    wait_for_ranks([&](int r) { return has_ended(r, oldest_call); }, signature, call_number);
     recycle_workspaces();
   }
-  pending_workspaces_.push_back({number, offset});
+  pending_workspaces_.push_back({call_number, offset});
   return offset;
 }
 
-std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publish, bool reuse,
+std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, bool publishes_now, bool waits_for_reuse,
                                    const size_t* offset) {
   std::lock_guard<std::mutex> lock(mutex_);
   throw_if_unusable();
-  const uint64_t number = last_call_ + 1;
-  const int slot_index = static_cast<int>(number % kSlots);
+  const uint64_t call_number = last_call_ + 1;
+  const int slot_index = static_cast<int>(call_number % kSlots);
   Slot& slot = control(rank_).slots[slot_index];
-  if (number > kSlots && !has_ended(rank_, number - kSlots))
+  if (call_number > kSlots && !has_ended(rank_, call_number - kSlots))
     throw GroupError(std::to_string(kSlots) + " calls of this group are in flight on rank " + std::to_string(rank_) +
                      ", which is the limit; finish one before starting the next");
   try {
-    if (number > kSlots) {
-      const uint64_t previous_call = number - kSlots;
+    if (call_number > kSlots) {
+      const uint64_t previous_call = call_number - kSlots;
       auto rank_has_ended = [&](int r) {
         // The value that the peer published in a later call often suffices, and avoids a read of the peer's memory.
         return known_last_ended_[r].load(std::memory_order_acquire) >= previous_call || has_ended(r, previous_call);
       };
-      wait_for_ranks(rank_has_ended, signature, number);
+      wait_for_ranks(rank_has_ended, signature, call_number);
     }
     recycle_workspaces();
     if (offset != nullptr)
@@ -362,24 +362,24 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
     else if (bytes <= kSlotWorkspaceBytes)
       slot.workspace_offset = kSlotWorkspacesOffset + static_cast<size_t>(slot_index) * kSlotWorkspaceBytes;
     else
-      slot.workspace_offset = allocate_workspace(bytes, reuse, signature, number);
+      slot.workspace_offset = allocate_workspace(bytes, waits_for_reuse, signature, call_number);
   } catch (...) {
     // Mark the call as ended although it never began: peers then find that this rank has left it.
-    last_call_ = number;
-    slot.last_ended.store(number, std::memory_order_release);
+    last_call_ = call_number;
+    slot.last_ended.store(call_number, std::memory_order_release);
     throw;
   }
-  last_call_ = number;
+  last_call_ = call_number;
   slot.workspace_bytes = bytes;
   slot.signature = signature;
   slot.signature_hash = hash_signature(signature);
   slot.ended_up_to = update_own_last_ended();
-  if (publish) slot.progress.store(number << kStageBits, std::memory_order_release);
-  return std::make_unique<Call>(shared_from_this(), number, slot_index);
+  if (publishes_now) slot.progress.store(call_number << kStageBits, std::memory_order_release);
+  return std::make_unique<Call>(shared_from_this(), call_number, slot_index);
 }
 
-Call::Call(std::shared_ptr<Group> group, uint64_t number, int slot)
-    : group_(std::move(group)), number_(number), slot_(slot) {
+Call::Call(std::shared_ptr<Group> group, uint64_t call_number, int slot)
+    : group_(std::move(group)), call_number_(call_number), slot_(slot) {
   verified_ranks_ = 1ull << group_->rank();
 }
 
@@ -388,12 +388,12 @@ Call::~Call() { abandon(); }
 void Call::abandon() {
   if (has_ended_) return;
   has_ended_ = true;
-  group_->control(group_->rank()).slots[slot_].last_ended.store(number_, std::memory_order_release);
+  group_->control(group_->rank()).slots[slot_].last_ended.store(call_number_, std::memory_order_release);
 }
 
 bool Call::has_reached(int rank, uint32_t stage) const {
   return group_->control(rank).slots[slot_].progress.load(std::memory_order_acquire) >=
-         ((number_ << kStageBits) | stage);
+         ((call_number_ << kStageBits) | stage);
 }
 
 void Call::verify_signature(int rank) {
@@ -401,12 +401,12 @@ void Call::verify_signature(int rank) {
   const Slot& own_slot = group_->control(group_->rank()).slots[slot_];
   const Slot& peer_slot = group_->control(rank).slots[slot_];
   verified_ranks_ |= 1ull << rank;
-  // If another thread stores an older value concurrently, that value is still true: ended calls stay ended. Release,
-  // because the thread that uses this value to overwrite a slot may not be the thread that read it from the peer.
+  // If another thread stores an older value concurrently, that value is still true: ended calls stay ended. Release
+  // order, because another thread may use this value to overwrite a slot.
   group_->known_last_ended_[rank].store(peer_slot.ended_up_to, std::memory_order_release);
   if (own_slot.signature_hash == peer_slot.signature_hash) return;
   std::ostringstream text;
-  text << "ranks disagree about call " << number_ << ": rank " << group_->rank() << " called "
+  text << "ranks disagree about call " << call_number_ << ": rank " << group_->rank() << " called "
        << describe(own_slot.signature) << ", rank " << rank << " called " << describe(peer_slot.signature)
        << "; all ranks of a group must make the same calls in the same order";
   throw RankMismatchError(text.str());
@@ -433,27 +433,27 @@ void Call::wait_slowly(int rank, uint32_t stage, bool waits_for_all) {
   auto check = [&] {
     // Load has_left before comparing signatures. If `rank` left the call because some rank's signature differs, the
     // acquire load makes that signature visible here, and RankMismatchError reports it instead of the rank's leaving.
-    const bool has_left = group_->has_ended(rank, number_);
+    const bool has_left = group_->has_ended(rank, call_number_);
     for (int r = 0; r < group_->size(); ++r)
       if (has_reached(r, 0)) verify_signature(r);
     if (!has_left || has_reached(rank, stage)) return;
-    const std::string call_text = describe_call(signature, number_);
+    const std::string call_text = describe_call(signature, call_number_);
     group_->adopt_failure(rank, call_text);
     if (group_->has_closed(rank)) group_->fail_lost_peer(rank, "has left the group", call_text);
     throw GroupError("rank " + std::to_string(rank) + " left " + call_text + " because it raised an error");
   };
   // A rank that has ended the call has contributed everything, so it may exit.
-  auto depends_on = [&](int r) { return !group_->has_ended(r, number_); };
+  auto depends_on = [&](int r) { return !group_->has_ended(r, call_number_); };
   try {
     group_->wait_until({[&] { return has_reached(rank, stage); }, is_missing, depends_on, check,
-                        [&] { return describe_call(signature, number_); }});
+                        [&] { return describe_call(signature, call_number_); }});
   } catch (const GroupError&) {
     throw;
   } catch (...) {
     // check_interrupt has thrown, for example KeyboardInterrupt. Peers that have seen this rank in the call may
     // complete it. If this rank called the op again, they would match that with their next call.
     if (has_reached(group_->rank(), 0))
-      group_->give_up(describe_call(signature, number_) +
+      group_->give_up(describe_call(signature, call_number_) +
                       " was interrupted after peers had joined it, so the later calls of the ranks would not match");
     throw;
   }
@@ -475,13 +475,13 @@ void Call::signal(uint32_t stage) {
                      std::to_string(stage));
   group_->control(group_->rank())
       .slots[slot_]
-      .progress.store((number_ << kStageBits) | stage, std::memory_order_release);
+      .progress.store((call_number_ << kStageBits) | stage, std::memory_order_release);
 }
 
 void Call::end() {
   if (has_ended_) return;
   if (!has_reached(group_->rank(), 0))  // not published by `begin`, and no signal since: publish it now
-    group_->control(group_->rank()).slots[slot_].progress.store(number_ << kStageBits, std::memory_order_release);
+    group_->control(group_->rank()).slots[slot_].progress.store(call_number_ << kStageBits, std::memory_order_release);
   try {
     wait_all(0);
   } catch (...) {

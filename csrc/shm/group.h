@@ -23,12 +23,12 @@ class Group;
 // one thread at a time may use a call.
 class Call {
  public:
-  Call(std::shared_ptr<Group> group, uint64_t number, int slot);
+  Call(std::shared_ptr<Group> group, uint64_t call_number, int slot);
   ~Call();
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
-  uint64_t number() const { return number_; }
+  uint64_t number() const { return call_number_; }
   // Returns the rank's workspace of this call. Waits until the rank has begun the call.
   char* workspace(int rank);
   size_t workspace_bytes(int rank);
@@ -39,7 +39,8 @@ class Call {
   void wait(int rank, uint32_t stage);
   // Waits for all ranks.
   void wait_all(uint32_t stage);
-  // Waits until all ranks have begun the call, so that a mismatch is always detected, and releases the slot.
+  // Waits until all ranks have begun the call, so that a mismatch between the ranks' calls is always detected, and
+  // releases the slot.
   void end();
   // Releases the slot without waiting. For errors: this rank sends no further signals of this call.
   void abandon();
@@ -52,7 +53,7 @@ class Call {
   void wait_slowly(int rank, uint32_t stage, bool waits_for_all);
 
   std::shared_ptr<Group> group_;
-  uint64_t number_;
+  uint64_t call_number_;
   int slot_;
   uint64_t verified_ranks_ = 0;  // bit r: the signature of rank r has been compared with this rank's
   bool has_ended_ = false;
@@ -79,14 +80,15 @@ class Group : public std::enable_shared_from_this<Group> {
   // memory, interrupted), its number is used up all the same: the peers find that this rank has left the call, and
   // later calls still match.
   //
-  // bytes:    size of this rank's workspace; may differ between ranks.
-  // publish:  if false, peers see the call only at its first signal, which saves one transfer of the slot's cache line.
-  // reuse:    first wait for peers that are still in calls that this rank has ended. The workspace can then reuse the
-  //           memory of these calls, which is likely in cache.
-  // offset:   use this range of the heap as the workspace. The caller owns it and keeps it until no peer reads it.
-  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publish = true, bool reuse = false,
-                              const size_t* offset = nullptr);
-  // True if `begin` with `reuse` would not wait for peers.
+  // bytes:            size of this rank's workspace; may differ between ranks.
+  // publishes_now:    if false, peers see the call only at its first signal, which saves a transfer of the slot's cache
+  //                   line.
+  // waits_for_reuse:  first wait for peers that are still in calls that this rank has ended. The workspace can then
+  //                   reuse the memory of these calls, which is likely in cache.
+  // offset:           use this range of the heap as the workspace. The caller owns it until no peer reads it.
+  std::unique_ptr<Call> begin(const Signature& signature, size_t bytes, bool publishes_now = true,
+                              bool waits_for_reuse = false, const size_t* offset = nullptr);
+  // True if `begin` with `waits_for_reuse` would not wait for peers.
   bool is_settled();
 
   // Description of a wait for peers.
@@ -108,9 +110,9 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Segment>& segment(int rank) const { return segments_[rank]; }
   ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(segments_[rank]->data()); }
   void close();
-  // Leaves the group for good. Later calls of this rank throw with the reason `because`; peers that wait for this rank
+  // Leaves the group for good. Later calls of this rank throw with `reason`; peers that wait for this rank
   // throw PeerLostError.
-  void give_up(const std::string& because);
+  void give_up(const std::string& reason);
 
  private:
   friend class Call;
@@ -119,21 +121,21 @@ class Group : public std::enable_shared_from_this<Group> {
   void check_peers(const Wait& wait);
   bool has_closed(int rank) const;
   bool is_dead(int rank) const;
-  bool has_ended(int rank, uint64_t number) const {
-    return control(rank).slots[number % kSlots].last_ended.load(std::memory_order_acquire) >= number;
+  bool has_ended(int rank, uint64_t call_number) const {
+    return control(rank).slots[call_number % kSlots].last_ended.load(std::memory_order_acquire) >= call_number;
   }
   // If the group has failed on `rank`, fails here too, with the same reason.
   void adopt_failure(int rank, const std::string& call_text);
   // Both make the group unusable on this rank and throw the error.
-  [[noreturn]] void fail(RankState state, const std::string& because);
+  [[noreturn]] void fail(RankState state, const std::string& reason);
   [[noreturn]] void fail_lost_peer(int rank, const std::string& how, const std::string& call_text);
   // Frees the heap workspaces of calls that all ranks have ended. Requires mutex_.
   void recycle_workspaces();
   bool has_lagging_peers() const;
   // Waits until rank_has_ended(rank) is true for all ranks, before call `number` can begin.
   template <typename HasEnded>
-  void wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t number);
-  size_t allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number);
+  void wait_for_ranks(HasEnded&& rank_has_ended, const Signature& signature, uint64_t call_number);
+  size_t allocate_workspace(size_t bytes, bool waits_for_reuse, const Signature& signature, uint64_t call_number);
   // Updates and returns own_last_ended_.
   uint64_t update_own_last_ended();
 
@@ -147,10 +149,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Heap> heap_;
   std::mutex mutex_;                                        // serializes `begin` and the recycling of workspaces
   std::atomic<uint64_t> last_call_{0};                      // number of the last call; only written with mutex_ held
-  uint64_t own_last_ended_ = 0;                             // this rank has ended all calls up to this number
+  uint64_t own_last_ended_ = 0;                             // this rank has ended all calls up to this one
   std::atomic<uint64_t> known_last_ended_[kMaxRanks] = {};  // the same for rank r, as far as this rank knows
   struct HeapWorkspace {
-    uint64_t number;
+    uint64_t call_number;
     size_t offset;
   };
   std::deque<HeapWorkspace> pending_workspaces_;

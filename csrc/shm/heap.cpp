@@ -46,12 +46,12 @@ bool Heap::try_allocate(size_t bytes, size_t* offset) {
 
 void Heap::release(size_t offset) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = allocated_.find(offset);
-  if (found == allocated_.end())
+  const auto allocation = allocated_.find(offset);
+  if (allocation == allocated_.end())
     throw GroupError("the range at offset " + std::to_string(offset) + " of the shared-memory pool is not allocated");
-  size_t bytes = found->second;
+  size_t bytes = allocation->second;
   in_use_ -= bytes;
-  allocated_.erase(found);
+  allocated_.erase(allocation);
   auto next = free_by_offset_.lower_bound(offset);
   if (next != free_by_offset_.end() && next->first == offset + bytes) {
     bytes += next->second;

@@ -13,8 +13,8 @@ const Kernels& select_kernels([[maybe_unused]] Isa isa) {
 }
 
 const Kernels& kernels() {
-  static const Kernels& chosen = select_kernels(detect_isa());
-  return chosen;
+  static const Kernels& table = select_kernels(detect_isa());
+  return table;
 }
 
 }  // namespace fused_tp::shm

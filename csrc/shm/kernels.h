@@ -54,7 +54,7 @@ const Kernels& select_kernels(Isa isa);
 const Kernels& kernels_plain();
 #if FUSED_TP_X86
 const Kernels& kernels_avx2();
-const Kernels& kernels_avx512(bool bf16_conversion);
+const Kernels& kernels_avx512(bool has_bf16_conversion);
 #endif
 
 }  // namespace fused_tp::shm

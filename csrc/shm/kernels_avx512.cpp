@@ -67,9 +67,9 @@ struct Bf16Lanes : Avx512Lanes {
 
 }  // namespace
 
-const Kernels& kernels_avx512(bool bf16_conversion) {
+const Kernels& kernels_avx512(bool has_bf16_conversion) {
   static constexpr Kernels table = make_kernels<Avx512Lanes>("avx512"), bf16 = make_kernels<Bf16Lanes>("avx512_bf16");
-  return bf16_conversion ? bf16 : table;
+  return has_bf16_conversion ? bf16 : table;
 }
 
 }  // namespace fused_tp::shm

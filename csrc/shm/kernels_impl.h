@@ -60,7 +60,7 @@ void sum_lanes(void* destination, const void* const* sources, int n_sources, siz
 
 template <typename Lanes>
 void sum(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype) {
-  auto same = [&](auto* typed) {
+  auto sum_without_conversion = [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
     sum_same_type<T>(typed, reinterpret_cast<const T* const*>(sources), n_sources, count);
   };
@@ -72,17 +72,17 @@ void sum(void* destination, const void* const* sources, int n_sources, size_t co
     case DType::kF16:
       return sum_lanes<Lanes, DType::kF16>(destination, sources, n_sources, count);
     case DType::kF64:
-      return same(static_cast<double*>(destination));
+      return sum_without_conversion(static_cast<double*>(destination));
     case DType::kI8:
-      return same(static_cast<int8_t*>(destination));
+      return sum_without_conversion(static_cast<int8_t*>(destination));
     case DType::kU8:
-      return same(static_cast<uint8_t*>(destination));
+      return sum_without_conversion(static_cast<uint8_t*>(destination));
     case DType::kI16:
-      return same(static_cast<int16_t*>(destination));
+      return sum_without_conversion(static_cast<int16_t*>(destination));
     case DType::kI32:
-      return same(static_cast<int32_t*>(destination));
+      return sum_without_conversion(static_cast<int32_t*>(destination));
     case DType::kI64:
-      return same(static_cast<int64_t*>(destination));
+      return sum_without_conversion(static_cast<int64_t*>(destination));
   }
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-[[noreturn]] void throw_errno(const std::string& what) { throw GroupError(what + ": " + std::strerror(errno)); }
+[[noreturn]] void throw_errno(const std::string& message) { throw GroupError(message + ": " + std::strerror(errno)); }
 
 char* map(int fd, size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);

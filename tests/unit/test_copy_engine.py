@@ -254,11 +254,11 @@ def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch:
     try:
         core.abort("Something went wrong.")
         until = time.monotonic() + 20
-        while "could not be closed within 5.0 s" not in core.sentence:
-            assert time.monotonic() < until, core.sentence
+        while "could not be closed within 5.0 s" not in core.message:
+            assert time.monotonic() < until, core.message
             time.sleep(0.05)
-        assert core.sentence.startswith("Something went wrong. The gates of the group's calls")
-        assert core.sentence.endswith("Its streams may never end: exit the process.")
+        assert core.message.startswith("Something went wrong. The gates of the group's calls")
+        assert core.message.endswith("Its streams may never end: exit the process.")
         with pytest.raises(FusedTPError, match="does not copy to the memory of some rank"):
             engine.raise_if_failed()
         ended = threading.Thread(target=lambda: (engine.stop(), engine._slots.clear()), daemon=True)

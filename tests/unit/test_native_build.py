@@ -101,13 +101,13 @@ def test_toolkits(
     if said:
         with pytest.raises(native.NotBuiltError, match=said) as error:
             native.find_nvcc()
-        assert error.value.needs.startswith("the CUDA toolkit (12.0 or later")
+        assert error.value.missing_software.startswith("the CUDA toolkit (12.0 or later")
         return
     assert native.find_nvcc() == nvcc and native.nvcc_version(nvcc) == "12.4.131"
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(native.NotBuiltError) as error:
         native.CudaBuild()
-    assert "apt-get install g++" in error.value.needs and "CUDA" not in error.value.needs
+    assert "apt-get install g++" in error.value.missing_software and "CUDA" not in error.value.missing_software
 
 
 def test_default_architectures_are_those_that_nvcc_knows(

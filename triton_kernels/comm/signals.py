@@ -75,10 +75,10 @@ from .streams import own_streams
 
 # Words of a workspace's `state`, int64, in this rank's private memory.
 EPOCH = tl.constexpr(0)  # number of calls that have ended; negative once this rank has given up
-ENDED = tl.constexpr(1)  # number of programs of this call that have ended
+ENDED_PROGRAMS = tl.constexpr(1)  # number of programs of this call that have ended
 CLOCK = tl.constexpr(2)  # latest time that a waiting program has read
 EXPIRED = tl.constexpr(3)  # number of the call whose wait timed out; 0: none; HOST_ABORTED
-STOP = tl.constexpr(4)  # bit s: the host knows that rank s will not arrive, so waits for it end at once
+UNREACHABLE_RANKS = tl.constexpr(4)  # bit s: the host knows that rank s will not arrive, so waits for it end at once
 COUNTERS = tl.constexpr(16)  # first of the counters, one for each row of tiles; zero between calls
 
 HOST_ABORTED = -1  # value of EXPIRED if the host has aborted this rank; less than the number of any call
@@ -185,8 +185,8 @@ def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
     if tl.program_id(0) == 0:
         wait_all(call, 0, -1, WORLD, OP)
     tl.debug_barrier()
-    if tl.atomic_add(call.ws.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(call.ws.state + ENDED, 0, sem="relaxed", scope="gpu")
+    if tl.atomic_add(call.ws.state + ENDED_PROGRAMS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(call.ws.state + ENDED_PROGRAMS, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
@@ -285,7 +285,7 @@ def poll(call, index, source, seen):
 @triton.jit
 def hopeless(call, source):
     """True if a wait has expired already, or the host has ended the waits for `source`."""
-    stopped = tl.atomic_add(call.ws.state + STOP, 0, sem="relaxed", scope="gpu")
+    stopped = tl.atomic_add(call.ws.state + UNREACHABLE_RANKS, 0, sem="relaxed", scope="gpu")
     return ~is_unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
@@ -529,7 +529,7 @@ class Workspace:
         Use it if the host knows that a peer's process has exited. Any thread may call it, not only the launching one.
         """
         self._stop_bits |= -1 if rank is None else 1 << rank
-        word = self.state[STOP.value : STOP.value + 1]
+        word = self.state[UNREACHABLE_RANKS.value : UNREACHABLE_RANKS.value + 1]
         if self._rescue is None:
             word.copy_(self._stop_bits)
         else:

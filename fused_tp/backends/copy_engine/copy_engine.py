@@ -289,7 +289,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
         timeout_text = ""
         if failed_core.failure == _TIMEOUT and not self._lost_ranks:
             timeout_text = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
-        return self._error(error_class, f"{{reason}}{timeout_text}", reason=failed_core.sentence)
+        return self._error(error_class, f"{{reason}}{timeout_text}", reason=failed_core.message)
 
     def _leave(self, slot: _NativeSlot, reason: str) -> None:
         slot.core.abort(reason)

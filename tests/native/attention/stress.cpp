@@ -44,13 +44,13 @@ std::vector<char> random_elements(int64_t count, DType dtype, unsigned seed) {
 template <typename Real>
 std::vector<Real> run(const Case& test_case, int threads, const char* isa) {
   const Shape& s = test_case.shape;
-  std::vector<int32_t> starts(s.rows), stops(s.rows), places(s.rows), q_indices(s.rows), k_indices(s.keys);
+  std::vector<int32_t> starts(s.rows), stops(s.rows), q_positions(s.rows), q_indices(s.rows), k_indices(s.keys);
   for (int64_t i = 0; i < s.rows; ++i) {
-    const int64_t place = i + s.keys - s.rows;
-    places[i] = static_cast<int32_t>(place);
+    const int64_t position = i + s.keys - s.rows;
+    q_positions[i] = static_cast<int32_t>(position);
     q_indices[i] = static_cast<int32_t>(3 * i);
-    stops[i] = static_cast<int32_t>(std::max<int64_t>(0, place + 1));
-    starts[i] = static_cast<int32_t>(test_case.window < 0 ? 0 : std::max<int64_t>(0, place - test_case.window));
+    stops[i] = static_cast<int32_t>(std::max<int64_t>(0, position + 1));
+    starts[i] = static_cast<int32_t>(test_case.window < 0 ? 0 : std::max<int64_t>(0, position - test_case.window));
   }
   for (int64_t j = 0; j < s.keys; ++j) k_indices[j] = static_cast<int32_t>(j < s.keys / 2 ? j : j + 5);
 
@@ -63,14 +63,13 @@ std::vector<Real> run(const Case& test_case, int threads, const char* isa) {
     return Strides{rows * heads * dim, heads * dim, dim};
   };
   const Strides per_row{s.heads * s.rows, 1, s.rows};
-  std::vector<Real> slopes(s.heads, Real(0.05)), weighted(q_count * s.v_dim), total(q_count), lse(q_count),
-      row_sums(q_count);
-  std::vector<Real> highest(q_count, -static_cast<Real>(INFINITY));
+  std::vector<Real> slopes(s.heads, Real(0.05)), acc(q_count * s.v_dim), row_sum(q_count), lse(q_count), delta(q_count);
+  std::vector<Real> row_max(q_count, -static_cast<Real>(INFINITY));
   std::vector<Real> dq(q_count * s.dim), dk(k_count * s.dim), dv(k_count * s.v_dim), d_slopes(s.heads);
 
   Problem problem{};
   problem.shape = s;
-  problem.intervals = {starts.data(), stops.data(), places.data(), q_indices.data(), k_indices.data()};
+  problem.intervals = {starts.data(), stops.data(), q_positions.data(), q_indices.data(), k_indices.data()};
   problem.score_parameters = {0.2,
                               test_case.softcap,
                               test_case.slopes ? slopes.data() : nullptr,
@@ -83,21 +82,21 @@ std::vector<Real> run(const Case& test_case, int threads, const char* isa) {
   problem.q = {q.data(), dense(s.rows, s.heads, s.dim)};
   problem.k = {k.data(), dense(s.keys, s.kv_heads, s.dim)};
   problem.v = {v.data(), dense(s.keys, s.kv_heads, s.v_dim)};
-  const AccumulatorView out{weighted.data(), dense(s.rows, s.heads, s.v_dim)};
-  forward({problem, out, {highest.data(), per_row}, {total.data(), per_row}}, threads, isa);
-  for (int64_t i = 0; i < q_count; ++i) lse[i] = highest[i] + std::log(total[i]);
-  BackwardProblem step{};
-  static_cast<Problem&>(step) = problem;
-  step.grad_out = {g.data(), out.strides};
-  step.lse = {lse.data(), per_row};
-  step.row_sums = {row_sums.data(), per_row};
-  step.dq = {dq.data(), problem.q.strides};
-  step.dk = {dk.data(), problem.k.strides};
-  step.dv = {dv.data(), problem.v.strides};
-  step.d_slopes = test_case.slopes ? d_slopes.data() : nullptr;
-  backward(step, threads, isa);
+  const AccumulatorView out{acc.data(), dense(s.rows, s.heads, s.v_dim)};
+  forward({problem, out, {row_max.data(), per_row}, {row_sum.data(), per_row}}, threads, isa);
+  for (int64_t i = 0; i < q_count; ++i) lse[i] = row_max[i] + std::log(row_sum[i]);
+  BackwardProblem backward_problem{};
+  static_cast<Problem&>(backward_problem) = problem;
+  backward_problem.grad_out = {g.data(), out.strides};
+  backward_problem.lse = {lse.data(), per_row};
+  backward_problem.delta = {delta.data(), per_row};
+  backward_problem.dq = {dq.data(), problem.q.strides};
+  backward_problem.dk = {dk.data(), problem.k.strides};
+  backward_problem.dv = {dv.data(), problem.v.strides};
+  backward_problem.d_slopes = test_case.slopes ? d_slopes.data() : nullptr;
+  backward(backward_problem, threads, isa);
   std::vector<Real> all;
-  for (const auto* part : {&weighted, &highest, &total, &dq, &dk, &dv, &d_slopes})
+  for (const auto* part : {&acc, &row_max, &row_sum, &dq, &dk, &dv, &d_slopes})
     all.insert(all.end(), part->begin(), part->end());
   return all;
 }
