@@ -200,9 +200,11 @@ def all_reached(flags, value, excluded, WORLD: tl.constexpr):
     """
     if INTERPRETED:
         ranks = tl.arange(0, triton.next_power_of_2(WORLD))
-        asked = (ranks < WORLD) & (ranks != excluded)
-        seen = tl.atomic_add(flags + ranks, tl.zeros_like(ranks).to(tl.int64), mask=asked, sem="acquire", scope="sys")
-        return tl.min(tl.where(asked, seen, value)) >= value
+        is_checked = (ranks < WORLD) & (ranks != excluded)
+        values = tl.atomic_add(
+            flags + ranks, tl.zeros_like(ranks).to(tl.int64), mask=is_checked, sem="acquire", scope="sys"
+        )
+        return tl.min(tl.where(is_checked, values, value)) >= value
     else:
         reached = tl.inline_asm_elementwise(
             """{

@@ -7,10 +7,10 @@
 namespace fused_tp::cuda {
 
 // int64 words of a workspace's state, in this rank's private memory.
-constexpr int kEpoch = 0;    // number of calls that have ended; negative once this rank has given up
-constexpr int kEnded = 1;    // number of blocks of the current call that have ended
+constexpr int kEpoch = 0;          // number of calls that have ended; negative once this rank has given up
+constexpr int kEndedPrograms = 1;  // number of blocks of the current call that have ended
 constexpr int kExpired = 3;  // call number of the wait that timed out; 0: none; -1: the host has aborted this rank
-constexpr int kStop = 4;     // bit s: set by the host if rank s will not arrive, so that waits for it end at once
+constexpr int kUnreachableRanks = 4;  // bit s: set by the host if rank s will not arrive; waits for it then end at once
 
 // int64 words of the error record. The host may read them once the word kErrorSet is not 0.
 constexpr int kErrorSet = 0;

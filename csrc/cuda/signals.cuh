@@ -91,11 +91,11 @@ __device__ __forceinline__ void put(const Call& call, const Plan& plan, int phas
   }
 }
 
-// True if `source` will not arrive: a wait of this rank has timed out before, or the host has marked the source in
-// kStop.
+// True if `source` will not arrive: an earlier wait of this rank has timed out, or the host has marked the source in
+// kUnreachableRanks.
 __device__ __forceinline__ bool cannot_arrive(const Call& call, int source) {
   return load_relaxed_system(call.workspace.state + kExpired) != 0 ||
-         (load_relaxed_system(call.workspace.state + kStop) >> source & 1) != 0;
+         (load_relaxed_system(call.workspace.state + kUnreachableRanks) >> source & 1) != 0;
 }
 
 // Polls a flag of this rank until it is set or the deadline has passed. Returns its value, which is negative if
@@ -174,8 +174,8 @@ __device__ __forceinline__ void end(const Call& call) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0 && add_acquire_release_gpu(call.workspace.state + kEnded, 1) == gridDim.x - 1) {
-    store_relaxed_system(call.workspace.state + kEnded, 0);
+  if (threadIdx.x == 0 && add_acquire_release_gpu(call.workspace.state + kEndedPrograms, 1) == gridDim.x - 1) {
+    store_relaxed_system(call.workspace.state + kEndedPrograms, 0);
     store_relaxed_system(call.workspace.state + kEpoch, call.epoch);
   }
 }

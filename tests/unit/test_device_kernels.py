@@ -369,10 +369,10 @@ def test_the_stop_word_ends_waits_for_a_rank() -> None:
         if r.rank == 0:
             return call(r)
         time.sleep(0.1)  # rank 0 waits by then, most likely
-        ranks.ranks[0].state[signals.STOP.value] = 1 << 1
+        ranks.ranks[0].state[signals.UNREACHABLE_RANKS.value] = 1 << 1
         return call(r) if r.rank == 2 else None
 
-    ranks.ranks[2].state[signals.STOP.value] = 1 << 1
+    ranks.ranks[2].state[signals.UNREACHABLE_RANKS.value] = 1 << 1
     results = ranks.run(stopped, only=(0, 2))
     assert time.monotonic() - start < 20
     assert all(is_missing(tensors[0]) for tensors in results)

@@ -50,7 +50,7 @@ from ..comm.signals import (
     half_at,
     is_last,
     needed_bytes,
-    put_all,
+    signal_all,
     wait,
     wait_all,
 )
@@ -101,23 +101,23 @@ def gemm_all_reduce_kernel(
     first_tile = (rank + 1) % WORLD * per_owner
 
     # Multiply all tiles, and send each to the ranks that sum it.
-    for step in tl.range(0, rounds, flatten=C.FLATTEN):
+    for step in tl.range(0, rounds, flatten=C.FLATTENS_LOOP):
         tile = tile_of_round(step, first_tile, rounds, program, programs)
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
         term = multiply_products((x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0, C)
         if TWO_SHOT:
-            put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+            signal_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
             slot = tile % per_owner * WORLD + rank
-            store_slot(call, tile // per_owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
+            store_slot(call, tile // per_owner, slot, term, terms_offset, ELEMENT, C.SPLITS_STORE)
         else:
             slot = tile * WORLD + rank
             # Not unrolled: the addresses of all peers at once would take the registers of the tile.
             for distance in tl.range(0, WORLD):
                 peer = (rank + distance) % WORLD
-                store_slot(call, peer, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-            put_all(call, WORLD + slot, True, WORLD)
+                store_slot(call, peer, slot, term, terms_offset, ELEMENT, C.SPLITS_STORE)
+            signal_all(call, WORLD + slot, True, WORLD)
     if TWO_SHOT:
-        put_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+        signal_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
 
     # Sum the terms of all tiles (one-shot) or of this rank's tiles (two-shot, which also sends the sums).
     for step in tl.range(0, rounds):
@@ -141,7 +141,7 @@ def gemm_all_reduce_kernel(
                         store_slot(call, (rank + distance) % WORLD, sum_slot, total, sums_offset, ELEMENT)
                 store_tile(out, total, strip_m, tile_n, M, N)
             if TWO_SHOT:
-                put_all(call, WORLD + first_sum + tile, is_valid, WORLD)
+                signal_all(call, WORLD + first_sum + tile, is_valid, WORLD)
             if norm_weight_ptr is not None:
                 norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
 
@@ -212,7 +212,7 @@ def gemm_reduce_scatter_kernel(
     first_tile = (rank + 1) % WORLD * per_owner
 
     # Multiply all tiles, and send each to its owner.
-    for step in tl.range(0, rounds, flatten=C.FLATTEN):
+    for step in tl.range(0, rounds, flatten=C.FLATTENS_LOOP):
         tile = tile_of_round(step, first_tile, rounds, program, programs)
         owner = tile // per_owner
         tile_of_owner = tile - owner * per_owner
@@ -222,10 +222,10 @@ def gemm_reduce_scatter_kernel(
         term = multiply_products(
             (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row, C
         )  # fmt: skip
-        put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+        signal_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
         slot = tile_of_owner * WORLD + rank
-        store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-    put_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+        store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLITS_STORE)
+    signal_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
 
     # Sum the terms of this rank's tiles.
     rows = tl.minimum(M - rank * rows_per_rank, rows_per_rank)
@@ -248,7 +248,7 @@ def gemm_reduce_scatter_kernel(
 
 @triton.jit
 def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the pointer to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
+    """Return the pointer to slot `slot` at `rank`; slots begin `data_offset` bytes into the half."""
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
     data = tl.multiple_of((half_at(call, rank) + data_offset).to(tl.pointer_type(ELEMENT)), 16)
     return data + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N)
@@ -256,7 +256,7 @@ def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def slot_pointers(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`."""
+    """Return the pointers [BLOCK_M, BLOCK_N] to slot `slot` at `rank`."""
     tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     return slot_start(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N) + tile
 
@@ -282,7 +282,7 @@ def store_slot(call, rank, slot, values, data_offset, ELEMENT: tl.constexpr, SPL
 
 @triton.jit
 def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD: tl.constexpr, C: tl.constexpr):
-    """Sum over ranks in fp32 of strip number `strip` of a tile; rank s's term is in slot first_slot + s here.
+    """Return the sum over ranks, in fp32, of strip `strip` of a tile; rank s's term is in slot first_slot + s here.
 
     A strip is [STRIP_M, BLOCK_N], some rows of a tile: tiles have the best size for the matmul, and the sum of a whole
     tile and its terms would not fit into registers. Terms are added in rank order.
@@ -297,13 +297,13 @@ def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD
 
 @triton.jit
 def round_count(program, programs, tiles):
-    """Return the number of tiles that program number `program` computes."""
+    """Return the number of tiles that program `program` computes."""
     return tl.maximum(tl.cdiv(tiles - program, programs), 0)
 
 
 @triton.jit
 def tile_of_round(step, first_tile, rounds, program, programs):
-    """Number of the tile that a program computes in round `step`: in order from `first_tile` on, wrapping around.
+    """Return the tile that a program computes in round `step`: in order from `first_tile` on, wrapping around.
 
     If `first_tile` is the next rank's first tile, ranks write to different owners at any time and end with their own.
     """
@@ -312,11 +312,11 @@ def tile_of_round(step, first_tile, rounds, program, programs):
 
 
 @triton.jit
-def put_tile(call, step, first_tile, rounds, program, programs, per_owner, WORLD: tl.constexpr):
-    """Release: `signals.put` of the tile that this program stored at its owner in round `step`; none if `step` < 0.
+def signal_tile(call, step, first_tile, rounds, program, programs, per_owner, WORLD: tl.constexpr):
+    """Release: `signals.signal` for the tile that this program stored at its owner in round `step`; none if `step` < 0.
 
     For a loop that stores the next tile now. The fence of a release stalls the program until its stores have arrived;
-    those of the previous tile arrived while this one was multiplied. So each flag is put one tile late, the last one
+    those of the previous tile arrived while this one was multiplied. So each flag is set one tile late, the last one
     after the loop. Slots at an owner are ordered by its tile, then by source.
     """
     tile = tile_of_round(tl.maximum(step, 0), first_tile, tl.maximum(rounds, 1), program, programs)
