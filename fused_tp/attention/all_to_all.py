@@ -243,9 +243,8 @@ def _copy_rows(source: Tensor, ranges: Ranges, out: Tensor, *, accumulates: bool
         out.add_(rows) if accumulates else out.copy_(rows)
         return
     for local_rows, global_rows in _local_and_global_rows(ranges):
-        out[:, local_rows].add_(source[:, global_rows]) if accumulates else out[:, local_rows].copy_(
-            source[:, global_rows]
-        )
+        part = out[:, local_rows]
+        part.add_(source[:, global_rows]) if accumulates else part.copy_(source[:, global_rows])
 
 
 def _local_and_global_rows(ranges: Ranges) -> Iterator[tuple[slice, slice]]:

@@ -241,8 +241,8 @@ def merge_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
     runs: list[range] = []
     for r in sorted((r for r in ranges if r), key=lambda r: r.start):
         if runs and runs[-1].stop >= r.start:
-            last = runs.pop()
-            r = range(last.start, max(last.stop, r.stop))
+            previous = runs.pop()
+            r = range(previous.start, max(previous.stop, r.stop))
         runs.append(r)
     return tuple(runs)
 

@@ -115,7 +115,7 @@ def _check_same_keywords(group: Group, keywords_text: str, rows: Tensor) -> None
 def _all_to_all_rows(
     group: Group, x: Tensor, send_counts: list[int], receive_counts: list[int], total_rows: int
 ) -> Tensor:
-    """All-to-all of `x`, rows sorted by destination rank. Return the rows received, sorted by source rank.
+    """Send the rows of `x`, sorted by destination rank. Return the rows received, sorted by source rank.
 
     `send_counts` and `receive_counts` are row counts per rank, and `total_rows` is the number of rows over all ranks.
     """

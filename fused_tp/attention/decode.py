@@ -115,12 +115,12 @@ def equal_length_runs(lengths: Sequence[_T], split_runs: bool = False) -> Iterat
 
     With `split_runs`, yield one slice per sequence.
     """
-    first = 0
+    run_start = 0
     for length, run in itertools.groupby(lengths):
-        count = len(list(run))
-        for start in range(first, first + count, 1 if split_runs else count):
-            yield slice(start, start + 1 if split_runs else first + count), length
-        first += count
+        run_length = len(list(run))
+        for start in range(run_start, run_start + run_length, 1 if split_runs else run_length):
+            yield slice(start, start + 1 if split_runs else run_start + run_length), length
+        run_start += run_length
 
 
 def _fill_empty(result: Tensor) -> None:

@@ -198,9 +198,9 @@ class KVChunks:
         for index, (t, _, rows) in enumerate(chunks):
             step = restrict_to_keys(plan.step(rank, t), rows.start, rows.stop, cache_result=False)
             if not step.is_empty:
-                visible = slice(step.q_start, step.q_stop)
-                starts[index, visible] = step.starts + np.int32(step.k_start - rows.start)
-                stops[index, visible] = step.stops + np.int32(step.k_start - rows.start)
+                visible_rows = slice(step.q_start, step.q_stop)
+                starts[index, visible_rows] = step.starts + np.int32(step.k_start - rows.start)
+                stops[index, visible_rows] = step.stops + np.int32(step.k_start - rows.start)
         lengths = [len(rows) for _, _, rows in chunks]
         chunk_starts = np.cumsum(lengths) - lengths
         # This rank's keys are stored in one buffer, the keys of all other ranks in another; both begin at row 0.

@@ -28,14 +28,13 @@ from fused_tp.attention.spec import AttentionMask
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 RowRanges: TypeAlias = TokenRanges  # ranges of rows of a rank's keys, in local indices
 _MAX_RANGES = 8  # maximum ranges that a rank reads of another rank's keys: each range costs one copy
-# Maximum chunks per step. With 8 chunks and bf16 inputs, the buffers of a chunk (three of fp32 gradients, two of keys)
-# take as much memory as the K/V of one shard.
+# Maximum chunks per step. With 8 chunks and bf16 inputs, the buffers (three of fp32 gradients and two of keys, each for
+# one chunk) take as much memory as the K/V of one shard.
 _MAX_CHUNKS = 8
 _MIN_CHUNK_ROWS = 2048
 
-_VisibleIntervals = tuple[
-    Int64s, Int64s, Int64s
-]  # position, start and stop of each query, as in `AttentionMask.visible_intervals`
+# Position, start and stop of each query, as in `AttentionMask.visible_intervals`.
+_VisibleIntervals = tuple[Int64s, Int64s, Int64s]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +183,7 @@ class RingPlan:
         return self._rank_plans[rank, view]
 
     def visible_intervals(self, rank: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Position, start and stop of each query of `rank`, as in `AttentionMask.visible_intervals`."""
+        """Return (position, start, stop) of each query of `rank`, as in `AttentionMask.visible_intervals`."""
         # Only the last rank is cached: a process usually computes the steps of one rank.
         cached_intervals = self._last_visible_intervals  # read once: another thread may replace it
         if cached_intervals is None or cached_intervals[0] != rank:
@@ -195,11 +194,11 @@ class RingPlan:
         return cached_intervals[1]
 
     def needed_rows(self, rank: int, source: int) -> RowRanges:
-        """Rows of the keys of `source` that `rank` reads; computed without building the step."""
+        """Return the rows of the keys of `source` that `rank` reads; computed without building the step."""
         return self._extent(rank, source)[1]
 
     def shared_rows(self, source: int) -> RowRanges:
-        """Rows of the keys of `source` that any other rank reads."""
+        """Return the rows of the keys of `source` that any other rank reads."""
         if source not in self._shared_rows:
             read_ranges = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
             self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(read_ranges)))
@@ -279,14 +278,14 @@ class RankPlan:
         return tuple(chunks)
 
     def _read_range(self, reader: int, source: int) -> range:
-        """Range from the first to the last key of `source` that rank `reader` reads, as indices in its view."""
+        """Return the range from the first to the last key of `source` that rank `reader` reads, in its view."""
         needed_ranges, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
         if not needed_ranges or view is None:
             return range(needed_ranges[0].start, needed_ranges[-1].stop) if needed_ranges else range(0)
         return range(compact_index(view, needed_ranges[0].start), compact_index(view, needed_ranges[-1].stop))
 
     def _view_rows(self, reader: int, source: int) -> RowRanges | None:
-        """Rows of the keys of `source` that rank `reader` can access; None: all rows."""
+        """Return the rows of the keys of `source` that rank `reader` can access; None: all rows."""
         if self.kv_view is KVView.FULL:
             return None
         return self.plan.shared_rows(source) if self.kv_view is KVView.UNION else self.plan.needed_rows(reader, source)
@@ -368,7 +367,7 @@ def _compute_extent(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges
 
 
 def compact_index(view: RowRanges, row: int) -> int:
-    """Index of `row` (or of the stop of a range of rows) among the rows of `view`; the first row keeps its index."""
+    """Return the index of `row` (or of the stop of a range) among the rows of `view`; the first row keeps its index."""
     return view.ranges[0].start + int(view.count_before(np.asarray([row]))[0]) if view.ranges else 0
 
 

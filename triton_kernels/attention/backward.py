@@ -177,8 +177,8 @@ def keys_kernel(
     if C.PADDED_D + C.PADDED_DV > 256 and not C.TMA:
         full_begin = begin
         full_end = begin
-    # One loop over the blocks of all heads, not nested loops: loads are prefetched across heads, and registers saved.
-    # To save registers, loop invariants are not hoisted either (disable_licm): cheap ones would be spilled.
+    # One loop over the blocks of all heads: unlike nested loops, it prefetches loads across heads and saves registers.
+    # Loop invariants are not hoisted (disable_licm), which also saves registers: cheap ones would be spilled.
     dropout = (first_head, seed_low, seed_high, dropped_below)
     num_full_blocks = (full_end - full_begin) // C.BLOCK
     for block in tl.range(0, num_full_blocks * heads_per_kv_head, disable_licm=True):
@@ -218,7 +218,7 @@ def add_queries(
     """
     keys, values, query_start, query_stop, key_index = key_tile
     lse, delta = head_vector(lse_and_delta[0], batch, head), head_vector(lse_and_delta[1], batch, head)
-    # Each load is at its first use, so that it takes no registers before.
+    # Each load is at its first use: earlier it would take registers.
     lse_rows = load_lse(lse, first_query, end, C.BLOCK) * LOG2_E
     products = dot(keys, queries.T, None, C)
     columns = first_query + tl.arange(0, C.BLOCK)[None, :]

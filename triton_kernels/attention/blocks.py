@@ -233,11 +233,11 @@ def add_block(rows, values, row, end, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    COUNT: tl.constexpr = values.shape[1]
-    LEFT: tl.constexpr = WIDTH - FIRST if WIDTH - FIRST < COUNT else COUNT
-    columns = HeadRows(rows.ptr + FIRST, rows.stride)
-    pointers, mask = block_pointers(columns, row, end, LEFT, values.shape[0], COUNT)
+def _add_columns(rows, values, row, end, FIRST_COLUMN: tl.constexpr, WIDTH: tl.constexpr):
+    NUM_COLUMNS: tl.constexpr = values.shape[1]
+    NUM_VALID: tl.constexpr = WIDTH - FIRST_COLUMN if WIDTH - FIRST_COLUMN < NUM_COLUMNS else NUM_COLUMNS
+    columns = HeadRows(rows.ptr + FIRST_COLUMN, rows.stride)
+    pointers, mask = block_pointers(columns, row, end, NUM_VALID, values.shape[0], NUM_COLUMNS)
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + values, mask=mask)
 
 

@@ -54,7 +54,7 @@ def parts_kernel(
     kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, num_splits, keys_per_split, page_size, pages_stride,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a key head of a sequence, part) computes one part: `keys_per_split` keys that its rows see.
+    """Compute one part of a tile of a key head of a sequence: `keys_per_split` of the keys that its rows see.
 
     It stores its result to `parts`, or, if there is only one part, out and lse to `results` (else None). q, k, v and
     results are `HeadsTensor`.

@@ -84,8 +84,9 @@ def ring_kernel(
     ws, rank, WORLD: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
+    """Compute attention of this rank's queries over all ranks' keys, for some groups of heads.
 
+    k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
     starts and stops [chunks, queries] count keys of the chunk; tiles [tiles, 2] are rows of queries. In each group of
     heads there are `interleaved_heads` query heads; this launch computes the groups [group_start, group_stop).
     """

@@ -56,7 +56,7 @@ NONE = tl.constexpr(-1)
 _LONGEST_NS = (1 << 63) - 1  # kernels count nanoseconds in 63 bits
 
 SLOTS = 2  # number of groups whose chunks are in memory at a time
-MAX_STREAMS = 2  # one copies while the other's relay runs; with more, a later chunk would slow an earlier one
+MAX_STREAMS = 2  # one copies while the relay of the other runs; with more, later chunks would slow earlier ones
 LEAST_GROUP_BYTES = 1 << 20  # bytes of a shard per group; copying fewer takes less time than the relay
 ROWS = tl.constexpr(32)  # rows that a program of `stage` copies at a time
 
@@ -79,13 +79,16 @@ _RELAY_UNSPECIALIZED = ("rank", "group", "chunk", "source", "is_last_chunk", "aw
 
 @triton.jit(do_not_specialize=_STAGE_UNSPECIALIZED)
 def stage_kernel(
-    k, v, own,
+    k, v, own_keys,
     rows, heads, num_pairs, pairs_per_group, unneeded_ranks,
     ws, rank, WORLD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
-    """Begin a call: copy k and v [B, rows, heads, D or DV] to own [groups, rows, pairs_per_group, D + DV], once all
-    peers have read its previous content. Bit s of `unneeded_ranks` is set if none of rank s's keys will be pulled."""
+    """Begin a call: copy k and v to `own_keys`, once all peers have read its previous content.
+
+    k and v are [B, rows, heads, D or DV], own_keys is [groups, rows, pairs_per_group, D + DV]. Bit s of
+    `unneeded_ranks` is set if none of rank s's keys will be pulled.
+    """
     call, is_free = begin_stage(ws, rank, WORLD, OP)
     width = pairs_per_group * (D + DV)
     for block in tl.range(tl.program_id(0), num_pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -94,7 +97,8 @@ def stage_kernel(
         end = tl.where(is_free, rows, row)
         keys = load_block(head_rows(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
         values = load_block(head_rows(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
-        target = own + tl.cast(pair // pairs_per_group, tl.int64) * rows * width + pair % pairs_per_group * (D + DV)
+        group = tl.cast(pair // pairs_per_group, tl.int64)
+        target = own_keys + group * rows * width + pair % pairs_per_group * (D + DV)
         store_block(HeadRows(target, width), keys, row, end, D)
         store_block(HeadRows(target + D, width), values, row, end, DV)
     end_stage(call, unneeded_ranks, WORLD)
@@ -102,8 +106,11 @@ def stage_kernel(
 
 @triton.jit(do_not_specialize=_RELAY_UNSPECIALIZED)
 def relay_kernel(group, chunk, source, is_last_chunk, awaited_rank, freed_group, ws, rank, WORLD: tl.constexpr):
-    """Run one program between two copies: set the flag of a chunk of `source` (and pulled, if it is the last chunk),
-    then wait for the keys of `awaited_rank`, or until `freed_group` has been used. NONE: no such chunk or wait."""
+    """Run one program between two copies: set the flag of a chunk of `source`, then wait until the next copy may run.
+
+    Also set pulled if it is the last chunk of `source`. The wait is for the keys of `awaited_rank`, or until
+    `freed_group` has been used. NONE: no such chunk or wait.
+    """
     call = current_call(ws, rank)
     if source != NONE:
         is_valid = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
@@ -166,7 +173,7 @@ class KeysLayout:
 
     @cached_property
     def chunk_offsets(self) -> tuple[int, ...]:
-        """First row of each chunk in its slot, and the end of the last chunk."""
+        """First row of each chunk in its slot, and after these the end of the last chunk."""
         offsets = [0]
         for chunk in self.chunks:
             offsets.append(offsets[-1] + chunk.num_rows)
@@ -254,7 +261,7 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
     arguments = {
         "k": heads_tensor(k),
         "v": heads_tensor(v),
-        "own": workspace.keys(workspace.rank, layout),
+        "own_keys": workspace.keys(workspace.rank, layout),
         "rows": layout.own_rows,
         "heads": k.shape[2],
         "num_pairs": layout.num_pairs,
@@ -267,8 +274,8 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "PADDED_DV": padded_head_dim(layout.v_head_dim),
         "maxnreg": 168,  # without it ptxas uses 72 registers and spills
     }
-    blocks = layout.num_pairs * -(-layout.own_rows // ROWS.value)
-    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
+    num_blocks = layout.num_pairs * -(-layout.own_rows // ROWS.value)
+    return stage_kernel, (max(1, min(num_blocks, programs)),), arguments | workspace.arguments()
 
 
 class _Pull(NamedTuple):

@@ -78,14 +78,14 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block_si
 
 
 def tiles_of_chunks(
-    seen_intervals: tuple[Any, Any], breaks: Sequence[int], starts: Any, stops: Any, rows: int, block_size: int
+    visible_intervals: tuple[Any, Any], breaks: Sequence[int], starts: Any, stops: Any, rows: int, block_size: int
 ) -> tuple[Any, Any]:
-    """`tiles_of` for keys in chunks: int32 (tiles [tiles, 2], bounds [tiles, chunks, 4]), tiles with most work first.
+    """Return `tiles_of` for keys in chunks: int32 tiles [tiles, 2], bounds [tiles, chunks, 4]; most work first.
 
     A tile is (row, end of rows), its bounds are (begin, end, full begin, full end) in each chunk.
 
     Args:
-        seen_intervals: starts and stops [queries] over all keys, which determine the rows of the tiles.
+        visible_intervals: starts and stops [queries] over all keys, which determine the rows of the tiles.
         starts, stops: [chunks, queries], in each chunk; a query sees no key of a chunk if stop <= start.
 
     >>> starts, stops = np.zeros((2, 4), int), np.array([[1, 2, 3, 4], [0, 0, 2, 2]])
@@ -93,7 +93,7 @@ def tiles_of_chunks(
     >>> tiles.tolist(), bounds.tolist()
     ([[2, 4], [0, 2]], [[[0, 4, 0, 2], [0, 2, 0, 2]], [[0, 2, 0, 0], [0, 0, 0, 0]]])
     """
-    first_rows, end_rows = _rows_of_tiles(*seen_intervals, breaks, rows)
+    first_rows, end_rows = _rows_of_tiles(*visible_intervals, breaks, rows)
     sees_nothing = stops <= starts
     int32_max = np.iinfo(np.int32).max
     low, high = np.where(sees_nothing, int32_max, starts), np.where(sees_nothing, 0, stops)
@@ -118,10 +118,11 @@ def _whole_blocks(begin: Any, end: Any, latest_start: Any, earliest_stop: Any, b
 def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> tuple[Any, Any]:
     """Return (first row, end of rows) of each tile of up to `rows` rows."""
     segments = _segments(starts, stops, breaks, rows)
-    counts = -(-np.diff(segments) // rows)
-    segment = np.repeat(np.arange(len(counts)), counts)
-    first = segments[segment] + (np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
-    return first, np.minimum(first + rows, segments[segment + 1])
+    tiles_per_segment = -(-np.diff(segments) // rows)
+    segment_indices = np.repeat(np.arange(len(tiles_per_segment)), tiles_per_segment)
+    first_tiles = np.repeat(np.cumsum(tiles_per_segment) - tiles_per_segment, tiles_per_segment)
+    first_rows = segments[segment_indices] + (np.arange(len(segment_indices)) - first_tiles) * rows
+    return first_rows, np.minimum(first_rows + rows, segments[segment_indices + 1])
 
 
 def _segments(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> Any:

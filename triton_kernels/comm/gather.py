@@ -64,7 +64,7 @@ PULLED = tl.constexpr(2)
 RUNS = tl.constexpr(3)
 ALIGNMENT = tl.constexpr(DATA_ALIGNMENT)
 
-# Counters of `state`.
+# Indices of counters in `state`.
 STAGED = tl.constexpr(0)  # programs of `stage` that have copied their share
 DONE = tl.constexpr(1)  # programs that no longer read the peers' regions
 
@@ -139,11 +139,12 @@ def fill_nan(ptr, count):
 @triton.jit
 def copy_rows(source, strides, target, rows, K, is_valid):
     """Copy [rows, K] to contiguous rows, unless `is_valid` is False; the programs of a launch share the work."""
-    blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
-        block_m = block // blocks_n
-        row = block_m.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        column = (block - block_m * blocks_n).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    num_column_blocks = tl.cdiv(K, BLOCK_COLUMNS)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * num_column_blocks, tl.num_programs(0)):
+        row_block = block // num_column_blocks
+        column_block = block - row_block * num_column_blocks
+        row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        column = column_block.to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
         mask = (row < rows) & (column < K) & is_valid
         values = tl.load(source + row * strides[0] + column * strides[1], mask=mask)
         tl.store(target + row * K + column, values, mask=mask)
@@ -200,8 +201,8 @@ class Shards:
 
     def rank_rows(self, rank: int) -> tuple[int, int]:
         """Return (first row, number of rows) of `rank`."""
-        first = min(rank * self.rows_per_rank, self.rows)
-        return first, min(self.rows_per_rank, self.rows - first)
+        first_row = min(rank * self.rows_per_rank, self.rows)
+        return first_row, min(self.rows_per_rank, self.rows - first_row)
 
 
 # (kernel, grid, arguments by name) of a launch that has not been issued yet.
@@ -211,7 +212,7 @@ KernelLaunch = tuple[Any, tuple[int], dict[str, Any]]
 def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> KernelLaunch:
     """Return the launch that begins a call, with at most `programs` programs."""
     rows, k = x_shard.shape
-    blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
+    num_blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
     arguments = {
         "x_ptr": x_shard,
         "rows": rows,
@@ -219,7 +220,7 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
         "strides": x_shard.stride(),
         "WORLD": workspace.world_size,
     }
-    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
+    return stage_kernel, (max(1, min(num_blocks, programs)),), arguments | workspace.arguments()
 
 
 def run_kernel(launch: KernelLaunch) -> None:

@@ -303,8 +303,8 @@ def record_expired_wait(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl
     if tl.atomic_cas(call.ws.state + EXPIRED, zero, call.epoch, sem="relaxed", scope="gpu") == 0:
         absent_ranks = zero
         for peer in tl.range(0, WORLD):
-            begun = read_flag(flag_at(call, call.rank, peer))
-            is_late = (begun >= 0) & (begun < call.epoch)
+            begun_call = read_flag(flag_at(call, call.rank, peer))
+            is_late = (begun_call >= 0) & (begun_call < call.epoch)
             absent_ranks += is_late.to(tl.int64) << tl.cast(peer, tl.int64)
         tl.store(call.ws.error + ERROR_OP, OP)
         tl.store(call.ws.error + ERROR_CALL, call.epoch)

@@ -90,16 +90,16 @@ def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first_tile, C:
     """
     tiles_m = tl.cdiv(rows, C.BLOCK_M)
     tiles_n = tl.cdiv(weight.n, C.BLOCK_N)
-    tiles = tiles_m * tiles_n
-    programs = tl.num_programs(0)
+    num_tiles = tiles_m * tiles_n
+    num_programs = tl.num_programs(0)
     y = Matrix(weight.y + tl.cast(y_row, tl.int64) * weight.n, weight.n)
-    for tile in tl.range(first_tile, tiles, programs, flatten=C.FLATTENS_LOOP):
+    for tile in tl.range(first_tile, num_tiles, num_programs, flatten=C.FLATTENS_LOOP):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
-        total = zeros(C.BLOCK_M, C.BLOCK_N)
+        acc = zeros(C.BLOCK_M, C.BLOCK_N)
         sizes = GemmSizes(K, (K, 1), weight.strides)
-        total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
-        store_result(y, total, bias_ptr, tile_m, tile_n, rows, weight.n, C.SPLITS_STORE)
-    return first_tile + tl.cdiv(tl.maximum(tiles - first_tile, 0), programs) * programs - tiles
+        acc = add_product(acc, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
+        store_result(y, acc, bias_ptr, tile_m, tile_n, rows, weight.n, C.SPLITS_STORE)
+    return first_tile + tl.cdiv(tl.maximum(num_tiles - first_tile, 0), num_programs) * num_programs - num_tiles
 
 
 @triton.jit
@@ -126,10 +126,10 @@ def all_gather_gemm_kernel(
     DIRECT: tl.constexpr, IS_LAST_LAUNCH: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """x_own [rows of this rank, K] and x [M, K] are contiguous. If DIRECT, x is None, else ws is None.
+    """Multiply this rank's rows, and then each arriving shard, by up to MAX_WEIGHTS weights.
 
-    With TMA x_own, x and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i}
-    its bias or None.
+    x_own [rows of this rank, K] and x [M, K] are contiguous. If DIRECT, x is None, else ws is None. With TMA x_own, x
+    and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i} its bias or None.
     """
     operands, biases = (w0, w1, w2), (b0, b1, b2)
     ELEMENT: tl.constexpr = weights[0].y.dtype.element_ty
@@ -146,7 +146,7 @@ def all_gather_gemm_kernel(
 
     one_i64 = tl.cast(1, tl.int64)
     taken_ranks = one_i64 << tl.cast(rank, tl.int64)  # bit s: rank s's rows have been multiplied, or are being
-    missing_ranks = one_i64 - 1  # bit s: rank s's shard did not arrive; if copied, only that some shard did not
+    missing_ranks = one_i64 - 1  # bit s: rank s's shard did not arrive; if copied, any bit: some shard did not
     position = 1 if C.TMA else 0
     if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that never runs
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only

@@ -117,16 +117,16 @@ def add_bias(values, bias_ptr, tile_n, N):
 
 
 @triton.jit
-def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
-    """Write total (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N].
+def store_result(y, acc, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
+    """Write acc (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N].
 
     With SPLIT the left columns are written first, then the right ones."""
     if SPLIT:
-        left, right = split_columns(total)
+        left, right = split_columns(acc)
         store_tile(y, add_bias(left, bias_ptr, 2 * tile_n, N), tile_m, 2 * tile_n, M, N)
         store_tile(y, add_bias(right, bias_ptr, 2 * tile_n + 1, N), tile_m, 2 * tile_n + 1, M, N)
     else:
-        store_tile(y, add_bias(total, bias_ptr, tile_n, N), tile_m, tile_n, M, N)
+        store_tile(y, add_bias(acc, bias_ptr, tile_n, N), tile_m, tile_n, M, N)
 
 
 @triton.jit
@@ -164,8 +164,8 @@ def load_operand(
 
 
 @triton.jit
-def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
-    """Return total + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
+def add_product(acc, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
+    """Return acc + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
 
     x has M rows from `first_row` on, w has N; with pointers the tile is zero beyond them.
     """
@@ -173,18 +173,18 @@ def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.const
         k = step * C.BLOCK_K
         x_block = load_operand(x, tile_m, k, M, sizes.k, sizes.x, C.BLOCK_M, C.X_IS_COLUMN_MAJOR, C, first_row)
         w_block = load_operand(w, tile_n, k, N, sizes.k, sizes.w, C.BLOCK_N, C.W_IS_COLUMN_MAJOR, C)
-        total = dot(x_block, w_block.T, total, C)
-    return total
+        acc = dot(x_block, w_block.T, acc, C)
+    return acc
 
 
 @triton.jit
 def multiply_products(xs, ws, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
     """Return fp32 [BLOCK_M, BLOCK_N]: tile (tile_m, tile_n) of the sum of xs[i] @ ws[i]^T over i < C.PRODUCTS."""
     PRODUCTS: tl.constexpr = C.PRODUCTS
-    total = zeros(C.BLOCK_M, C.BLOCK_N)
+    acc = zeros(C.BLOCK_M, C.BLOCK_N)
     for i in tl.static_range(PRODUCTS):
-        total = add_product(total, xs[i], ws[i], sizes[i], tile_m, tile_n, M, N, first_row, C)
-    return total
+        acc = add_product(acc, xs[i], ws[i], sizes[i], tile_m, tile_n, M, N, first_row, C)
+    return acc
 
 
 # -- tile shapes -------------------------------------------------------------------------------------------------------

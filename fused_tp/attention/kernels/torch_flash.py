@@ -55,7 +55,7 @@ def _make_tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
         yield ReferenceTile(TileMask.FULL, 0, step.num_rows, 0, step.num_keys)
         return
-    first_uncovered_row = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
+    first_uncovered_row = 0  # first row that no tile covers yet: neighboring short runs form one MASKED tile
     for start, stop in _regular_runs(step):
         if stop - start < _MIN_TILE_ROWS:
             continue
@@ -85,9 +85,9 @@ def _band_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     if width <= 0 or (start_advances and width < _MIN_TILE_ROWS):
         yield from _masked_tile(step, start, stop)
         return
-    rows = min(width, _MAX_BAND_ROWS) if start_advances else stop - start
-    for row in range(start, stop, rows):
-        yield from _trapezoid_tiles(step, row, min(row + rows, stop))
+    band_rows = min(width, _MAX_BAND_ROWS) if start_advances else stop - start
+    for row in range(start, stop, band_rows):
+        yield from _trapezoid_tiles(step, row, min(row + band_rows, stop))
 
 
 def _trapezoid_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
