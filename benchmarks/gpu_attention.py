@@ -30,7 +30,7 @@ from fused_tp.attention.spec import AttentionMask, ScoreParameters
 from fused_tp.triton_kernels.attention.backward import flash_backward
 from fused_tp.triton_kernels.attention.configs import AttentionConfig
 from fused_tp.triton_kernels.attention.forward import flash_attention
-from fused_tp.triton_kernels.attention.launch import Terms
+from fused_tp.triton_kernels.attention.launch import ScoreTerms
 
 from .case import FUSED_TP, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, random_normal
@@ -228,7 +228,10 @@ def _make_kernel_pass(
     q, k, v, grad = inputs.q, inputs.k, inputs.v, inputs.grad
     seq = q.shape[1]
     all_tokens = TokenRanges((range(seq),))
-    step, terms = make_step(AttentionMask(seq, seq, causal=causal), all_tokens, all_tokens), Terms(q.shape[3] ** -0.5)
+    step, terms = (
+        make_step(AttentionMask(seq, seq, causal=causal), all_tokens, all_tokens),
+        ScoreTerms(q.shape[3] ** -0.5),
+    )
     if not backward:
         return lambda: [flash_attention(q, k, v, step, terms, config=configs["forward"])[0]]
     out, lse = flash_attention(q, k, v, step, terms)

@@ -40,14 +40,14 @@ def prepare_workspace(
 
     workspace_class = workspace_class or Workspace
     buffer, handle = rank.allocate(nbytes)
-    workspace = workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
+    workspace = workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue_stream=rank.rescue_stream)
     with rank.in_turn():
         workspace.stop_waiting()
         if rank.device.type == "cuda":
             torch.cuda.synchronize(rank.device)  # stop_waiting uses another stream
         warm_up(workspace)
     del workspace  # the next one takes its memory and its streams
-    return workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
+    return workspace_class(buffer, handle, timeout_seconds=timeout_seconds, rescue_stream=rank.rescue_stream)
 
 
 class CopiedGather:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.base import KernelRequest
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.backends.autotune import choose_fastest
 from fused_tp.core import dispatch, settings
@@ -140,9 +140,9 @@ def _rewrite_kernels(rules: list[Rule], kernel_times: KernelTimes) -> tuple[list
     for (dtype, backward), seconds_by_head_dim in kernel_times.items():
         choices = []
         for head_dim, seconds in seconds_by_head_dim.items():
-            query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
+            request = KernelRequest(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
             with override_environment({"FUSED_TP_ATTENTION": ""}):
-                incumbent = choose_kernel(query)[0].name
+                incumbent = choose_kernel(request)[0].name
             choices.append((_kernel_case_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
         winners, new_changes = _choose(choices)
         if new_changes:

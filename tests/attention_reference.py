@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
-from fused_tp.attention.softmax import SoftmaxState, compute_row_sums
+from fused_tp.attention.softmax import SoftmaxState, compute_delta
 from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
 from fused_tp.core.pending import accumulate_dtype
 from tests.reference import seeded
@@ -177,7 +177,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Gradients over one step per element of `keys` (default: one step over all keys), accumulated onto `start`."""
     wide = accumulate_dtype(x.q.dtype)
-    sums = compute_row_sums(x.grad_out, out, None) if sums is None else sums
+    sums = compute_delta(x.grad_out, out, None) if sums is None else sums
     found = Gradients(*(torch.full(t.shape, start, dtype=wide) for t in (x.q, x.k, x.v, x.q[0, 0, :, 0])))
     queries, all_keys = everything(mask)
     for tokens in keys or [all_keys]:
@@ -187,7 +187,7 @@ def backward(
         rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         k, v = (t[:, indices] if keys else t for t in (x.k, x.v))
         dk, dv = (t[:, indices] for t in (found.dk, found.dv))
-        saved = StepRows(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
+        saved = BackwardTensors(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
         slopes = found.d_slopes if scores.alibi_slopes is not None else None
         kernel.backward(
             step, scores, saved.select(rows, seen), GradientSums(found.dq, dk, dv, slopes).select(rows, seen)

@@ -73,8 +73,8 @@ def unpack(archive: Path, cache: Path) -> int:
             continue
         folder = cache / key
         paths = {name: str(folder / name) for name in json.loads(listed_names)}
-        missing = [name for name in paths if f"{key}/{name}" not in files]
-        if missing or any(Path(name).name != name for name in (key, group, *paths)):
+        missing_names = [name for name in paths if f"{key}/{name}" not in files]
+        if missing_names or any(Path(name).name != name for name in (key, group, *paths)):
             raise ValueError(
                 f"{archive} is not an archive of kernels: the list {group} in {key} names {sorted(paths)}."
             )

@@ -108,16 +108,16 @@ def operand_kind(dtype: torch.dtype, precision: str) -> str:
 def fits_tma(x: Tensor) -> bool:
     """True if TMA can load blocks of x (dense last dim): x and its rows begin at multiples of 16 bytes."""
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    return x.numel() > 0 and aligned and x.data_ptr() % 16 == 0
+    is_aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return x.numel() > 0 and is_aligned and x.data_ptr() % 16 == 0
 
 
-def tma_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
+def tma_descriptor(x: Tensor, block_shape: Sequence[int]) -> TensorDescriptor:
     """Return the TMA descriptor of blocks of x, which must pass `fits_tma`."""
     # torch allows any stride for a dimension of one element; TMA requires a multiple of 16 bytes.
     row_stride = -(-x.shape[-1] // 16) * 16
     strides = [stride if size > 1 else row_stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block_shape))
 
 
 @functools.lru_cache

@@ -36,7 +36,7 @@ if INTERPRETED.value and (_obstacle := interpreter_obstacle()):
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp32 zeros [ROWS, COLUMNS]. (A field of a constexpr stays constexpr as an argument, but not inside a tuple.)"""
+    """Return fp32 zeros [ROWS, COLUMNS]. (A field of a constexpr is one as an argument, but not inside a tuple.)"""
     return tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
 
 
@@ -57,8 +57,8 @@ def rounded(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def dot(x, w, total, C: tl.constexpr):
-    """Return total + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
+def dot(x, w, acc, C: tl.constexpr):
+    """Return acc + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
 
     The argument is C, not the string: Triton 3.6 cannot pass a string from one function to another.
 
@@ -68,12 +68,12 @@ def dot(x, w, total, C: tl.constexpr):
     if INTERPRETED:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    return tl.dot(x, w, total, input_precision=C.PRECISION)
+    return tl.dot(x, w, acc, input_precision=C.PRECISION)
 
 
 @triton.jit
 def split_columns(values):
-    """(left, right) columns of a tile. Storing them in turn needs the shared memory and registers of one half."""
+    """Return the (left, right) columns of a tile. Storing them in turn takes shared memory and registers of a half."""
     pairs = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
     return tl.split(tl.permute(pairs, (0, 2, 1)))
 
@@ -100,7 +100,7 @@ else:
 
     @triton.jit
     def now_ns():
-        """Time in ns, one clock for all SMs of a GPU. Threads of a program may read different times: see `signals`."""
+        """Return the time in ns, one clock for all SMs of a GPU. Threads may read different times: see `signals`."""
         return globaltimer()
 
     @triton.jit
@@ -131,13 +131,13 @@ def async_fence():
 
 
 @triton.jit
-def store_release(word, value, enabled):
-    """Store `value` in the int64 `word`, on any rank, if `enabled`: one thread, with release at system scope.
+def store_release(word, value, is_enabled):
+    """Store `value` in the int64 `word`, on any rank, if `is_enabled`: one thread, with release at system scope.
 
     A store, not an atomic: it works over links without atomics, and does not wait for a reply of the peer.
     """
     if INTERPRETED:
-        if enabled:
+        if is_enabled:
             tl.atomic_xchg(word, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
@@ -151,7 +151,7 @@ def store_release(word, value, enabled):
             mov.u32 $0, 0;
             }""",
             "=r,l,l,r",
-            [word, tl.cast(value, tl.int64), tl.cast(enabled, tl.int32)],
+            [word, tl.cast(value, tl.int64), tl.cast(is_enabled, tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -162,8 +162,8 @@ def store_release(word, value, enabled):
 def store_release_all(table, offset, value, WORLD: tl.constexpr):
     """Store `value` in the int64 `offset` bytes past each of the WORLD addresses in `table`, with a release each.
 
-    Each address has its own thread (a program has 128 or more). The threads store at the same time, so they wait for
-    one fence together; successive stores would wait for one each.
+    Each address has its own thread (a program has 128 or more). The fences of these threads wait at the same time;
+    those of successive stores would wait one after the other.
     """
     if INTERPRETED:
         ranks = tl.arange(0, triton.next_power_of_2(WORLD))
@@ -193,16 +193,18 @@ def store_release_all(table, offset, value, WORLD: tl.constexpr):
 
 @triton.jit
 def all_reached(flags, value, excluded, WORLD: tl.constexpr):
-    """True, for all threads, if each of WORLD consecutive int64, except number `excluded`, is `value` or more.
+    """True, for all threads, if each of WORLD consecutive int64, except the one at `excluded`, is `value` or more.
 
     Each word has its own thread, which loads it with acquire at system scope. One barrier combines the results for all
     threads, so that they cannot diverge, and later loads stay behind the barrier.
     """
     if INTERPRETED:
         ranks = tl.arange(0, triton.next_power_of_2(WORLD))
-        asked = (ranks < WORLD) & (ranks != excluded)
-        seen = tl.atomic_add(flags + ranks, tl.zeros_like(ranks).to(tl.int64), mask=asked, sem="acquire", scope="sys")
-        return tl.min(tl.where(asked, seen, value)) >= value
+        is_checked = (ranks < WORLD) & (ranks != excluded)
+        values = tl.atomic_add(
+            flags + ranks, tl.zeros_like(ranks).to(tl.int64), mask=is_checked, sem="acquire", scope="sys"
+        )
+        return tl.min(tl.where(is_checked, values, value)) >= value
     else:
         reached = tl.inline_asm_elementwise(
             """{

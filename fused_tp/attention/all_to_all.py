@@ -81,8 +81,8 @@ class TensorShare:
         return len(set(self.rows)) == 1 and not self.has_repeated_heads
 
     def exclusive_heads(self, rank: int) -> range:
-        """The heads that only `rank` receives. They are contiguous, because each rank's heads are a range."""
-        other_heads = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
+        """Return the heads that only `rank` receives. They are contiguous, because each rank's heads are a range."""
+        other_heads = {head for other_rank, heads in enumerate(self.heads) if other_rank != rank for head in heads}
         unshared_heads = [head for head in self.heads[rank] if head not in other_heads]
         return range(unshared_heads[0], unshared_heads[-1] + 1) if unshared_heads else range(0)
 
@@ -141,21 +141,23 @@ class SwapDirection:
     """One direction of a swap: the input tensors of this rank, and the results, filled block by block.
 
     Args:
-        to_heads: True: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]. False: the
+        is_to_heads: True: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]. False: the
             reverse direction, which sums the copies of a head that several ranks hold.
         allocate: allocates the results. None: allocate them on the devices of `inputs`.
     """
 
-    def __init__(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor], allocate: Allocator | None = None) -> None:
-        self.to_heads, self.swap, self.inputs, self.shares = to_heads, swap, inputs, swap.shares
-        self.op = f"{swap.op} to {'heads' if to_heads else 'sequence'}"
-        self._is_summed = [share.has_repeated_heads and not to_heads for share in swap.shares]
+    def __init__(
+        self, is_to_heads: bool, swap: Swap, inputs: Sequence[Tensor], allocate: Allocator | None = None
+    ) -> None:
+        self.is_to_heads, self.swap, self.inputs, self.shares = is_to_heads, swap, inputs, swap.shares
+        self.op = f"{swap.op} to {'heads' if is_to_heads else 'sequence'}"
+        self._is_summed = [share.has_repeated_heads and not is_to_heads for share in swap.shares]
         self._results = [self._allocate_result(index, allocate) for index in range(len(inputs))]
 
     def _allocate_result(self, index: int, allocate: Allocator | None) -> Tensor:
         x, share, rank = self.inputs[index], self.shares[index], self.swap.rank
         shape = self._tensor_shape(
-            index, share.head_shard_size(rank) if self.to_heads else share.sequence_shard_size(rank)
+            index, share.head_shard_size(rank) if self.is_to_heads else share.sequence_shard_size(rank)
         )
         if self._is_summed[index]:
             return x.new_zeros(shape, dtype=accumulate_dtype(x.dtype))
@@ -173,23 +175,23 @@ class SwapDirection:
         return list(range(swap.world_size)) if any(self._is_summed) else [swap.rank, *swap.peers]
 
     def input_shape(self, index: int, rank: int) -> Shape:
-        """Shape of input tensor number `index` on `rank`."""
+        """Return the shape of input tensor `index` on `rank`."""
         share = self.shares[index]
         return self._tensor_shape(
-            index, share.sequence_shard_size(rank) if self.to_heads else share.head_shard_size(rank)
+            index, share.sequence_shard_size(rank) if self.is_to_heads else share.head_shard_size(rank)
         )
 
     def block_shape(self, index: int, source: int, target: int) -> Shape:
-        """Shape of the block of tensor number `index` that rank `source` sends to rank `target`."""
+        """Return the shape of the block of tensor `index` that rank `source` sends to rank `target`."""
         share = self.shares[index]
         return self._tensor_shape(
-            index, share.block_size(source, target) if self.to_heads else share.block_size(target, source)
+            index, share.block_size(source, target) if self.is_to_heads else share.block_size(target, source)
         )
 
     def pack_block(self, index: int, target: int, out: Tensor) -> None:
-        """Copy the block of tensor number `index` that rank `target` receives to `out`."""
+        """Copy the block of tensor `index` that rank `target` receives to `out`."""
         x, share = self.inputs[index], self.shares[index]
-        if self.to_heads:
+        if self.is_to_heads:
             out.copy_(_select_heads(x, share.heads[target]))
         else:
             _copy_rows(x, share.row_ranges[target], out)
@@ -197,7 +199,7 @@ class SwapDirection:
     def write_inputs(self, index: int, out: Tensor) -> None:
         """Copy the blocks that other ranks read to `out`, which has the shape of the input, at the same positions."""
         x, share, swap = self.inputs[index], self.shares[index], self.swap
-        if self.to_heads:
+        if self.is_to_heads:
             own_heads = share.exclusive_heads(swap.rank)
             out[:, :, : own_heads.start].copy_(x[:, :, : own_heads.start])
             out[:, :, own_heads.stop :].copy_(x[:, :, own_heads.stop :])
@@ -210,7 +212,7 @@ class SwapDirection:
     def put_block(self, index: int, source: int, block: Tensor) -> None:
         """Write `block`, which rank `source` sends to this rank, into the result, or add it to a sum."""
         out, share = self._results[index], self.shares[index]
-        if not self.to_heads:
+        if not self.is_to_heads:
             out = _select_heads(out, share.heads[source])
             out.add_(block) if self._is_summed[index] else out.copy_(block)
             return
@@ -224,24 +226,25 @@ class SwapDirection:
     def put_block_from_input(self, index: int, source: int, source_input: Tensor) -> None:
         """Write this rank's block of `source_input`, the input of rank `source`, into the result, or add it."""
         share, rank = self.shares[index], self.swap.rank
-        if self.to_heads:
+        if self.is_to_heads:
             self.put_block(index, source, _select_heads(source_input, share.heads[rank]))
         else:
             out = _select_heads(self._results[index], share.heads[source])
-            _copy_rows(source_input, share.row_ranges[rank], out, add=self._is_summed[index])
+            _copy_rows(source_input, share.row_ranges[rank], out, accumulates=self._is_summed[index])
 
     def results(self) -> list[Tensor]:
         return [out.to(dtype) for out, dtype in zip(self._results, self.swap.dtypes, strict=True)]
 
 
-def _copy_rows(source: Tensor, ranges: Ranges, out: Tensor, *, add: bool = False) -> None:
-    """Copy the rows of `source` at positions `ranges` to `out`; with `add`, add them to `out`."""
+def _copy_rows(source: Tensor, ranges: Ranges, out: Tensor, *, accumulates: bool = False) -> None:
+    """Copy the rows of `source` at positions `ranges` to `out`; with `accumulates`, add them to `out`."""
     if len(ranges) > _MAX_RANGES:
         rows = source.index_select(1, _range_indices(ranges, source.device))
-        out.add_(rows) if add else out.copy_(rows)
+        out.add_(rows) if accumulates else out.copy_(rows)
         return
     for local_rows, global_rows in _local_and_global_rows(ranges):
-        out[:, local_rows].add_(source[:, global_rows]) if add else out[:, local_rows].copy_(source[:, global_rows])
+        part = out[:, local_rows]
+        part.add_(source[:, global_rows]) if accumulates else part.copy_(source[:, global_rows])
 
 
 def _local_and_global_rows(ranges: Ranges) -> Iterator[tuple[slice, slice]]:
@@ -266,8 +269,8 @@ class AllToAll(ABC):
     name: str
 
     @abstractmethod
-    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Swap `inputs` in the direction given by `to_heads`, and return the results."""
+    def run(self, is_to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Swap `inputs` in the direction given by `is_to_heads`, and return the results."""
 
 
 def all_to_all_for(schedule: Schedule) -> AllToAll:
@@ -285,8 +288,8 @@ class MessageAllToAll(AllToAll):
         self.name = name
         self._transport = transport
 
-    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
-        direction, rank = SwapDirection(to_heads, swap, inputs), swap.rank
+    def run(self, is_to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        direction, rank = SwapDirection(is_to_heads, swap, inputs), swap.rank
         self.check(direction.op, swap, inputs)
         with self._transport.abort_scope(direction.op):
             send_layout = _PacketLayout(direction, lambda index, peer: direction.block_shape(index, rank, peer))
@@ -316,7 +319,7 @@ class _PacketLayout:
     """Byte layout of one packet per peer, which holds a block of every tensor.
 
     Args:
-        block_shape: maps (index, peer) to the shape of tensor number `index` in the packet of rank `peer`.
+        block_shape: maps (index, peer) to the shape of tensor `index` in the packet of rank `peer`.
 
     Attributes:
         sizes: bytes of each rank's packet; 0 for this rank.
@@ -353,9 +356,8 @@ def _aligned_bytes(shape: Shape, dtype: torch.dtype, alignment: int) -> int:
 class SharedMemoryAllToAll(AllToAll):
     """All-to-all of CPU tensors between ranks on one host.
 
-    Each rank writes once, to shared memory, the blocks that its peers read. The peers copy them from there into their
-    results.
-    The results are allocated from the transport's pool, whose pages are already mapped.
+    Each rank writes the blocks that its peers read to shared memory once. The peers copy them from there into their
+    results, which are allocated from the transport's pool: its pages are already mapped.
     """
 
     name = "one_sided"
@@ -363,8 +365,8 @@ class SharedMemoryAllToAll(AllToAll):
     def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
-    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
-        direction, rank = SwapDirection(to_heads, swap, inputs, self._transport.empty), swap.rank
+    def run(self, is_to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        direction, rank = SwapDirection(is_to_heads, swap, inputs, self._transport.empty), swap.rank
 
         def regions(owner: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
             """Yield (shape, dtype, offset) of each tensor in the shared memory of rank `owner`."""
@@ -402,30 +404,30 @@ class DeviceAllToAll(AllToAll):
         self._device = schedule.collectives
         self._messages = messages
 
-    def run(self, to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, is_to_heads: bool, swap: Swap, inputs: Sequence[Tensor]) -> list[Tensor]:
         uneven_indices = [i for i, share in enumerate(swap.shares) if not share.is_even]
         results: dict[int, Tensor] = {}
         with self._abort_scope(swap.op):
             if uneven_indices:
                 uneven_results = self._messages.run(
-                    to_heads, swap.subset(uneven_indices), [inputs[i] for i in uneven_indices]
+                    is_to_heads, swap.subset(uneven_indices), [inputs[i] for i in uneven_indices]
                 )
                 results.update(zip(uneven_indices, uneven_results, strict=True))
             else:
-                direction_name = "heads" if to_heads else "sequence"
+                direction_name = "heads" if is_to_heads else "sequence"
                 self._messages.check(f"{swap.op} to {direction_name}", swap, inputs)
             for i, x in enumerate(inputs):
                 if i not in results:
-                    results[i] = self._run_kernel(to_heads, swap.subset([i]), x)
+                    results[i] = self._run_kernel(is_to_heads, swap.subset([i]), x)
         return [results[i] for i in range(len(inputs))]
 
-    def _run_kernel(self, to_heads: bool, swap: Swap, x: Tensor) -> Tensor:
+    def _run_kernel(self, is_to_heads: bool, swap: Swap, x: Tensor) -> Tensor:
         (share,), (dtype,) = swap.shares, swap.dtypes
         rank_ranges = [row_ranges[0] for row_ranges in share.row_ranges if len(row_ranges) == 1]
         is_in_rank_order = len(rank_ranges) == swap.world_size and all(
             a.stop == b.start for a, b in itertools.pairwise(rank_ranges)
         )
-        if not to_heads:
+        if not is_to_heads:
             if not is_in_rank_order:
                 x_in_sequence_order, x = x, x.new_empty(x.shape)
                 for row_ranges, part in zip(share.row_ranges, x.split(list(share.rows), 1), strict=True):

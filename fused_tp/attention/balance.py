@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     """
 
     work: int
-    tokens: int
+    num_tokens: int
     full_work: int  # work without a causal mask
     start: int
     hole_start: int
@@ -62,19 +62,19 @@ class Piece(NamedTuple):
 
 
 class PieceCut(NamedTuple):
-    """Split of a piece between two sides, the taker and the giver.
+    """Split of a piece of the donor side, which moves a part of it to the recipient side.
 
     One side gets `outside_tokens` tokens from the two ends of the piece, `head_tokens` of them from its start. The
-    other side gets the inside. `taker_gets_outside` is True if the taker gets the outside. `work_error` is the absolute
-    deviation of the taker's work from its target. Of a piece with a hole, `piece` may be one of the two runs. The other
-    run is then moved to the taker (`moved_run`) or left with the giver (`kept_run`).
+    other side gets the inside. `work_error` is the absolute deviation of the recipient's work from its target. Of a
+    piece with a hole, `piece` may be one of the two runs. The other run is then moved to the recipient (`moved_run`) or
+    left with the donor (`kept_run`).
     """
 
     work_error: float
     piece: Piece
     outside_tokens: int
     head_tokens: int
-    taker_gets_outside: bool
+    recipient_gets_outside: bool
     moved_run: Piece | None = None
     kept_run: Piece | None = None
 
@@ -96,7 +96,7 @@ class Documents:
         self.full_work_before = [0, *np.cumsum(lengths * lengths).tolist()]
 
     def work_before(self, token: int) -> tuple[int, int]:
-        """Work of all tokens before index `token`: (with a causal mask, without a mask)."""
+        """Return the work of all tokens before index `token`: (with a causal mask, without a mask)."""
         document = min(bisect_right(self.bounds, token), len(self.lengths)) - 1
         offset = token - self.bounds[document]
         return self.causal_work_before[document] + triangle_number(offset), self.full_work_before[
@@ -104,7 +104,7 @@ class Documents:
         ] + offset * self.lengths[document]
 
     def work(self, ranges: tuple[range, ...]) -> int:
-        """Work of the tokens in `ranges` with a causal mask."""
+        """Return the work of the tokens in `ranges` with a causal mask."""
         return sum(self.work_before(r.stop)[0] - self.work_before(r.start)[0] for r in ranges)
 
     def pieces(self, world_size: int) -> list[Piece]:
@@ -112,28 +112,35 @@ class Documents:
         max_tokens = self.bounds[-1] / world_size * _BUNDLE_FRACTION
         max_work = self.causal_work_before[-1] / world_size * _BUNDLE_FRACTION
         pieces = []
-        first, count = 0, len(self.bounds) - 1
-        while first < count:
+        first_document, num_documents = 0, len(self.bounds) - 1
+        while first_document < num_documents:
             start, causal_before, full_before = (
-                self.bounds[first],
-                self.causal_work_before[first],
-                self.full_work_before[first],
+                self.bounds[first_document],
+                self.causal_work_before[first_document],
+                self.full_work_before[first_document],
             )
             last_candidate = min(
                 bisect_right(self.bounds, start + max_tokens),
                 bisect_right(self.causal_work_before, causal_before + max_work),
             )
-            last = max(last_candidate - 1, first + 1)
-            stop = self.bounds[last]
+            end_document = max(last_candidate - 1, first_document + 1)
+            stop = self.bounds[end_document]
             if stop > start:
-                document = first if last == first + 1 else -1
-                work = self.causal_work_before[last] - causal_before
+                document = first_document if end_document == first_document + 1 else -1
+                work = self.causal_work_before[end_document] - causal_before
                 pieces.append(
                     Piece(
-                        work, stop - start, self.full_work_before[last] - full_before, start, stop, stop, stop, document
+                        work,
+                        stop - start,
+                        self.full_work_before[end_document] - full_before,
+                        start,
+                        stop,
+                        stop,
+                        stop,
+                        document,
                     )
                 )
-            first = last
+            first_document = end_document
         return pieces
 
     def make_piece(self, start: int, hole_start: int, hole_stop: int, stop: int, document: int) -> Piece:
@@ -149,46 +156,46 @@ class Documents:
             if run:
                 (causal, full), (causal_before, full_before) = self.work_before(run.stop), self.work_before(run.start)
                 work, full_work = work + causal - causal_before, full_work + full - full_before
-        tokens = hole_start - start + stop - hole_stop
-        return Piece(work, tokens, full_work, start, hole_start, hole_stop, stop, document)
+        num_tokens = hole_start - start + stop - hole_stop
+        return Piece(work, num_tokens, full_work, start, hole_start, hole_stop, stop, document)
 
-    def best_cut(self, piece: Piece, tokens: int, work: float, allowed_error: float) -> PieceCut:
-        """Find the cut that moves exactly `tokens` tokens and approximately `work` from `piece` to the taker.
+    def best_cut(self, piece: Piece, num_tokens: int, work: float, allowed_error: float) -> PieceCut:
+        """Find the cut that moves exactly `num_tokens` tokens and approximately `work` from `piece` to the recipient.
 
         Among cuts whose work deviates by at most `allowed_error`, prefer those that create few runs of tokens.
         """
-        best = self._best_cut_of_ends_or_middle(piece, tokens, work, allowed_error)
+        best = self._best_cut_of_ends_or_middle(piece, num_tokens, work, allowed_error)
         if best.work_error > allowed_error and piece.hole_stop < piece.stop:
             runs = [self.make_piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
             for run, other_run in (runs, runs[::-1]):
-                if tokens <= run.tokens:
-                    cut = self._best_cut_of_ends_or_middle(run, tokens, work, allowed_error)._replace(
+                if num_tokens <= run.num_tokens:
+                    cut = self._best_cut_of_ends_or_middle(run, num_tokens, work, allowed_error)._replace(
                         kept_run=other_run
                     )
                     best = min(best, cut, key=lambda cut: cut.work_error)
-                if tokens >= other_run.tokens:
+                if num_tokens >= other_run.num_tokens:
                     cut = self._best_cut_of_ends_or_middle(
-                        run, tokens - other_run.tokens, work - other_run.work, allowed_error
+                        run, num_tokens - other_run.num_tokens, work - other_run.work, allowed_error
                     )
                     best = min(best, cut._replace(moved_run=other_run), key=lambda cut: cut.work_error)
         return best
 
-    def _best_cut_of_ends_or_middle(self, piece: Piece, tokens: int, work: float, allowed_error: float) -> PieceCut:
+    def _best_cut_of_ends_or_middle(self, piece: Piece, num_tokens: int, work: float, allowed_error: float) -> PieceCut:
         cuts = [
-            *self._candidate_cuts(piece, tokens, work, True),
-            *self._candidate_cuts(piece, piece.tokens - tokens, piece.work - work, False),
+            *self._candidate_cuts(piece, num_tokens, work, True),
+            *self._candidate_cuts(piece, piece.num_tokens - num_tokens, piece.work - work, False),
         ]
         return min(cuts, key=lambda cut: (max(cut.work_error, allowed_error), not cut.is_one_sided, cut.work_error))
 
     def _candidate_cuts(
-        self, piece: Piece, outside_tokens: int, work: float, taker_gets_outside: bool
+        self, piece: Piece, outside_tokens: int, work: float, recipient_gets_outside: bool
     ) -> list[PieceCut]:
         if piece.document < 0:
             all_head_work = self.work_before(piece.start + outside_tokens)[0] - self.work_before(piece.start)[0]
-            return [PieceCut(abs(all_head_work - work), piece, outside_tokens, outside_tokens, taker_gets_outside)]
+            return [PieceCut(abs(all_head_work - work), piece, outside_tokens, outside_tokens, recipient_gets_outside)]
         has_no_hole = piece.hole_stop == piece.stop
-        left_tokens = piece.tokens if has_no_hole else piece.hole_start - piece.start
-        right_tokens = piece.tokens if has_no_hole else piece.stop - piece.hole_stop
+        left_tokens = piece.num_tokens if has_no_hole else piece.hole_start - piece.start
+        right_tokens = piece.num_tokens if has_no_hole else piece.stop - piece.hole_stop
         min_head_tokens, max_head_tokens = max(0, outside_tokens - right_tokens), min(outside_tokens, left_tokens)
         # Replacing a token of the tail by one of the head lowers the work of the outside by the length of the inside.
         all_tail_work = outside_tokens * (piece.stop - self.bounds[piece.document]) - triangle_number(
@@ -206,13 +213,13 @@ class Documents:
                 piece,
                 outside_tokens,
                 head_tokens,
-                taker_gets_outside,
+                recipient_gets_outside,
             )
             for head_tokens in dict.fromkeys((min_head_tokens, max_head_tokens, best_head_tokens))
         ]
 
     def apply_cut(self, cut: PieceCut) -> tuple[list[Piece], list[Piece]]:
-        """Apply `cut`: return the pieces of the taker and the pieces of the giver."""
+        """Apply `cut`: return the pieces of the recipient and the pieces of the donor."""
         piece = cut.piece
         start, stop = piece.start + cut.head_tokens, piece.stop - (cut.outside_tokens - cut.head_tokens)
         outside_piece = self.make_piece(piece.start, start, stop, piece.stop, piece.document)
@@ -220,11 +227,11 @@ class Documents:
             inside_piece = self.make_piece(start, stop, stop, stop, piece.document)
         else:
             inside_piece = self.make_piece(start, piece.hole_start, piece.hole_stop, stop, piece.document)
-        taker_piece, giver_piece = (
-            (outside_piece, inside_piece) if cut.taker_gets_outside else (inside_piece, outside_piece)
+        recipient_piece, donor_piece = (
+            (outside_piece, inside_piece) if cut.recipient_gets_outside else (inside_piece, outside_piece)
         )
-        return [taker_piece, *([cut.moved_run] if cut.moved_run else [])], [
-            giver_piece,
+        return [recipient_piece, *([cut.moved_run] if cut.moved_run else [])], [
+            donor_piece,
             *([cut.kept_run] if cut.kept_run else []),
         ]
 
@@ -234,21 +241,21 @@ def merge_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
     runs: list[range] = []
     for r in sorted((r for r in ranges if r), key=lambda r: r.start):
         if runs and runs[-1].stop >= r.start:
-            last = runs.pop()
-            r = range(last.start, max(last.stop, r.stop))
+            previous = runs.pop()
+            r = range(previous.start, max(previous.stop, r.stop))
         runs.append(r)
     return tuple(runs)
 
 
 def chunk_range(seq_len: int, chunks: int, index: int) -> range:
-    """Tokens of chunk `index`, sized like torch.tensor_split: the first seq_len % chunks chunks have one more token."""
+    """Return the tokens of a chunk, sized like torch.tensor_split: the first seq_len % chunks have one more token."""
     size, num_longer = seq_len // chunks, seq_len % chunks  # not divmod: torch.compile does not trace it
     start = index * size + min(index, num_longer)
     return range(start, start + size + (1 if index < num_longer else 0))
 
 
 def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
-    """Tokens of each rank r in zigzag order: chunks r and 2 W - 1 - r of the 2 W chunks of the sequence."""
+    """Return the tokens of each rank r in zigzag order: chunks r and 2 W - 1 - r of the 2 W chunks."""
     chunks = [chunk_range(seq_len, 2 * world_size, index) for index in range(2 * world_size)]
     return [merge_ranges((chunks[rank], chunks[-1 - rank])) for rank in range(world_size)]
 
@@ -270,15 +277,23 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
     num_levels = (world_size - 1).bit_length()
     pending_halves = [(documents.pieces(world_size), 0, world_size)]
     while pending_halves:
-        pieces, first, ranks = pending_halves.pop()
-        if ranks == 1:
-            pieces_by_rank[first] = pieces
+        pieces, first_rank, num_ranks = pending_halves.pop()
+        if num_ranks == 1:
+            pieces_by_rank[first_rank] = pieces
             continue
-        num_first = ranks // 2
+        num_first = num_ranks // 2
         first_pieces, second_pieces = _halve_pieces(
-            documents, pieces, num_first, ranks - num_first, sum(sizes[first : first + num_first]), num_levels
+            documents,
+            pieces,
+            num_first,
+            num_ranks - num_first,
+            sum(sizes[first_rank : first_rank + num_first]),
+            num_levels,
         )
-        pending_halves += [(first_pieces, first, num_first), (second_pieces, first + num_first, ranks - num_first)]
+        pending_halves += [
+            (first_pieces, first_rank, num_first),
+            (second_pieces, first_rank + num_first, num_ranks - num_first),
+        ]
     balanced_by_rank = [merge_ranges([r for piece in pieces for r in piece.ranges]) for pieces in pieces_by_rank]
     zigzag_by_rank = sorted(zigzag_ranges(cu_seqlens[-1], world_size), key=lambda ranges: -sum(map(len, ranges)))
     return min(balanced_by_rank, zigzag_by_rank, key=lambda ranges: max(map(documents.work, ranges)))
@@ -287,22 +302,22 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
 class _Side:
     """Pieces of one half of the ranks, and the tokens and work that this half still needs."""
 
-    def __init__(self, tokens: int, work: float, full_work: float) -> None:
+    def __init__(self, num_tokens: int, work: float, full_work: float) -> None:
         self.pieces: list[Piece] = []
         # Still needed: `add` subtracts from these, and a negative value is an excess.
-        self.tokens, self.work, self.full_work = tokens, work, full_work
+        self.num_tokens, self.work, self.full_work = num_tokens, work, full_work
 
     def add(self, *pieces: Piece) -> None:
         for piece in pieces:
-            if piece.tokens:
+            if piece.num_tokens:
                 self.pieces.append(piece)
-                self.tokens -= piece.tokens
+                self.num_tokens -= piece.num_tokens
                 self.work -= piece.work
                 self.full_work -= piece.full_work
 
     def remove(self, piece: Piece) -> None:
         self.pieces.remove(piece)
-        self.tokens += piece.tokens
+        self.num_tokens += piece.num_tokens
         self.work += piece.work
         self.full_work += piece.full_work
 
@@ -321,7 +336,7 @@ class _Halving:
     ) -> None:
         self.documents, self.pieces = documents, pieces
         self.first_share = first_share = num_first / (num_first + num_second)
-        self.all_tokens = sum(piece.tokens for piece in pieces)
+        self.all_tokens = sum(piece.num_tokens for piece in pieces)
         self.all_work = sum(piece.work for piece in pieces)
         all_full_work = sum(piece.full_work for piece in pieces)
         self.first_side = _Side(first_tokens, first_share * self.all_work, first_share * all_full_work)
@@ -338,9 +353,9 @@ class _Halving:
     def distribute(self, num_cut: int) -> float:
         """Distribute the pieces, cutting the `num_cut` most expensive ones. Return the `relative_error` of the work."""
         for piece in self.pieces[1:num_cut]:
-            tokens = round(self.first_share * piece.tokens)
+            num_tokens = round(self.first_share * piece.num_tokens)
             first_pieces, second_pieces = self.documents.apply_cut(
-                self.documents.best_cut(piece, tokens, self.first_share * piece.work, 0.0)
+                self.documents.best_cut(piece, num_tokens, self.first_share * piece.work, 0.0)
             )
             self.first_side.add(*first_pieces)
             self.second_side.add(*second_pieces)
@@ -353,41 +368,41 @@ class _Halving:
     def assign_uncut(self, pieces: list[Piece], later_cut_piece: Piece | None) -> None:
         """Assign each of `pieces`, uncut, to the side where it brings the sums closer to the shares.
 
-        If the piece `later_cut_piece` is to be cut afterwards, only those tokens of a piece count that exceed its work
-        times the tokens per work of `later_cut_piece`, so that `later_cut_piece` can be cut evenly.
+        If `later_cut_piece` is to be cut afterwards, only those tokens of a piece count that exceed its work times the
+        tokens per work of `later_cut_piece`, so that `later_cut_piece` can be cut evenly.
         """
         first_share = self.first_share
         work_scale, token_scale = 1 / self.all_work, 1 / self.all_tokens
-        tokens_per_work = later_cut_piece.tokens / later_cut_piece.work * token_scale if later_cut_piece else 0.0
+        tokens_per_work = later_cut_piece.num_tokens / later_cut_piece.work * token_scale if later_cut_piece else 0.0
         share_bias = (1 - 2 * first_share) / 2
-        work = tokens = 0.0
+        work_excess = token_excess = 0.0
         for piece in pieces:
-            w, t = piece.work * work_scale, piece.tokens * token_scale - piece.work * tokens_per_work
-            if work * w + tokens * t + share_bias * (w * w + t * t) <= 0:
+            w, t = piece.work * work_scale, piece.num_tokens * token_scale - piece.work * tokens_per_work
+            if work_excess * w + token_excess * t + share_bias * (w * w + t * t) <= 0:
                 self.first_side.add(piece)
-                work += (1 - first_share) * w
-                tokens += (1 - first_share) * t
+                work_excess += (1 - first_share) * w
+                token_excess += (1 - first_share) * t
             else:
                 self.second_side.add(piece)
-                work -= first_share * w
-                tokens -= first_share * t
+                work_excess -= first_share * w
+                token_excess -= first_share * t
 
     def balance_tokens(self, preferred_piece: Piece | None) -> None:
         """Move, swap or cut pieces until both sides have exactly their tokens and nearly their shares of the work."""
-        while self.first_side.tokens:
-            giver, taker = (
+        while self.first_side.num_tokens:
+            donor, recipient = (
                 (self.second_side, self.first_side)
-                if self.first_side.tokens > 0
+                if self.first_side.num_tokens > 0
                 else (self.first_side, self.second_side)
             )
-            if preferred_piece is None and self.move_or_swap(giver, taker):
+            if preferred_piece is None and self.move_or_swap(donor, recipient):
                 return
-            tokens = taker.tokens
-            large_pieces = [piece for piece in giver.pieces if piece.tokens >= tokens]
+            num_tokens = recipient.num_tokens
+            large_pieces = [piece for piece in donor.pieces if piece.num_tokens >= num_tokens]
             if not large_pieces:
-                largest_piece = max(giver.pieces, key=lambda piece: piece.tokens)
-                giver.remove(largest_piece)
-                taker.add(largest_piece)
+                largest_piece = max(donor.pieces, key=lambda piece: piece.num_tokens)
+                donor.remove(largest_piece)
+                recipient.add(largest_piece)
                 continue
             step = max(1, len(large_pieces) // _MAX_CUT_CANDIDATES)
             candidates = large_pieces[::step]
@@ -396,36 +411,38 @@ class _Halving:
             best_cut: PieceCut | None = None
             cut_piece, smallest_error = large_pieces[0], float("inf")
             for piece in candidates:
-                cut = self.documents.best_cut(piece, tokens, taker.work, self.work_tolerance)
-                error = self.relative_error(cut.work_error, taker.full_work - tokens * piece.full_work / piece.tokens)
+                cut = self.documents.best_cut(piece, num_tokens, recipient.work, self.work_tolerance)
+                error = self.relative_error(
+                    cut.work_error, recipient.full_work - num_tokens * piece.full_work / piece.num_tokens
+                )
                 if error < smallest_error:
                     best_cut, cut_piece, smallest_error = cut, piece, error
                 if smallest_error <= 1:
                     break
             assert best_cut is not None
-            giver.remove(cut_piece)
-            taker_pieces, giver_pieces = self.documents.apply_cut(best_cut)
-            taker.add(*taker_pieces)
-            giver.add(*giver_pieces)
+            donor.remove(cut_piece)
+            recipient_pieces, donor_pieces = self.documents.apply_cut(best_cut)
+            recipient.add(*recipient_pieces)
+            donor.add(*donor_pieces)
 
-    def move_or_swap(self, giver: _Side, taker: _Side) -> bool:
-        """Move one uncut piece to `taker`, or swap two.
+    def move_or_swap(self, donor: _Side, recipient: _Side) -> bool:
+        """Move one uncut piece to `recipient`, or swap two.
 
         Return True if one move or swap meets both token counts within the allowed error; else change nothing.
         """
-        missing_tokens = taker.tokens
-        piece_by_tokens = {piece.tokens: piece for piece in taker.pieces}
+        missing_tokens = recipient.num_tokens
+        piece_by_tokens = {piece.num_tokens: piece for piece in recipient.pieces}
         best_move: tuple[Piece, Piece | None] | None = None
         smallest_error = 1.0
-        for piece in giver.pieces:
-            returned_piece = piece_by_tokens.get(piece.tokens - missing_tokens)
+        for piece in donor.pieces:
+            returned_piece = piece_by_tokens.get(piece.num_tokens - missing_tokens)
             if returned_piece is not None:
                 error = self.relative_error(
-                    taker.work - piece.work + returned_piece.work,
-                    taker.full_work - piece.full_work + returned_piece.full_work,
+                    recipient.work - piece.work + returned_piece.work,
+                    recipient.full_work - piece.full_work + returned_piece.full_work,
                 )
-            elif piece.tokens == missing_tokens:
-                error = self.relative_error(taker.work - piece.work, taker.full_work - piece.full_work)
+            elif piece.num_tokens == missing_tokens:
+                error = self.relative_error(recipient.work - piece.work, recipient.full_work - piece.full_work)
             else:
                 continue
             if error <= smallest_error:
@@ -433,11 +450,11 @@ class _Halving:
         if best_move is None:
             return False
         piece, returned_piece = best_move
-        giver.remove(piece)
-        taker.add(piece)
+        donor.remove(piece)
+        recipient.add(piece)
         if returned_piece is not None:
-            taker.remove(returned_piece)
-            giver.add(returned_piece)
+            recipient.remove(returned_piece)
+            donor.add(returned_piece)
         return True
 
 
@@ -453,7 +470,7 @@ def _halve_pieces(
         return [], []
     # A piece that exceeds the smaller side's share of the work must be cut. A piece of one token cannot be cut.
     num_cut = int(pieces[0].work * (num_first + num_second) > num_first * sum(piece.work for piece in pieces))
-    max_cuts = sum(piece.tokens > 1 for piece in pieces)
+    max_cuts = sum(piece.num_tokens > 1 for piece in pieces)
     best_halving = _Halving(documents, pieces, num_first, num_second, first_tokens, num_levels)
     smallest_error = best_halving.distribute(num_cut)
     # If only the work without a mask deviates, cut at most two pieces.

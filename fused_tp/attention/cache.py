@@ -67,19 +67,19 @@ class PagedRows:
 
 
 def scatter_new_tokens(
-    group: Group, block: int, tokens: tuple[TokenRanges, ...], num_cached: int, rows: Tensor, keywords_text: str
+    group: Group, block_size: int, tokens: tuple[TokenRanges, ...], num_cached: int, rows: Tensor, keywords_text: str
 ) -> tuple[Int64s, Tensor]:
     """Send `rows` [n, ...] of this rank's new tokens to the ranks that store them, in one all-to-all.
 
     `tokens` are the new tokens of each rank, counted from `num_cached`, the number of tokens already in the cache.
-    `keywords_text` is a text of the arguments that determine `tokens`, for the check that they are equal on all ranks.
+    `keywords_text` names the arguments that determine `tokens`, for the check that they are equal on all ranks.
     Returns the cache indices of the tokens that arrived, in any order, and their rows.
 
     Raises:
-        RankMismatchError: ranks differ in `keywords_text`, `num_cached` or `block`. Always checked on CPU; on other
-            devices only with FUSED_TP_CHECK=1.
+        RankMismatchError: ranks differ in `keywords_text`, `num_cached` or `block_size`. Always checked on CPU; on
+            other devices only with FUSED_TP_CHECK=1.
     """
-    layout = BlockCyclicLayout(group.size, group.rank, block)
+    layout = BlockCyclicLayout(group.size, group.rank, block_size)
     token_indices = [num_cached + rank_tokens.indices for rank_tokens in tokens]
     owners = [layout.owners(indices) for indices in token_indices]
     order = np.argsort(owners[group.rank], kind="stable")
@@ -91,7 +91,7 @@ def scatter_new_tokens(
     sorted_rows = rows[torch.from_numpy(order).to(rows.device)]
     # Code that may raise on one rank only must run before this first exchange: after it, the peers of a rank that has
     # raised would wait for that rank in the second exchange.
-    _check_same_keywords(group, f"{keywords_text}, {num_cached} cached tokens and block={block}", rows)
+    _check_same_keywords(group, f"{keywords_text}, {num_cached} cached tokens and block={block_size}", rows)
     return received_indices, _all_to_all_rows(
         group, sorted_rows, send_counts, receive_counts, sum(map(len, token_indices))
     )
@@ -115,7 +115,7 @@ def _check_same_keywords(group: Group, keywords_text: str, rows: Tensor) -> None
 def _all_to_all_rows(
     group: Group, x: Tensor, send_counts: list[int], receive_counts: list[int], total_rows: int
 ) -> Tensor:
-    """All-to-all of `x`, rows sorted by destination rank. Return the rows received, sorted by source rank.
+    """Send the rows of `x`, sorted by destination rank. Return the rows received, sorted by source rank.
 
     `send_counts` and `receive_counts` are row counts per rank, and `total_rows` is the number of rows over all ranks.
     """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.cache import CacheRows
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
+from fused_tp.attention.kernels.base import AttentionKernel, KernelRequest
 from fused_tp.attention.kernels.select import forced_kernel
 from fused_tp.attention.kernels.triton import to_kernel_terms, triton_availability
 from fused_tp.attention.layout import BlockCyclicLayout, TokenRanges
@@ -61,7 +61,7 @@ class CacheCall:
 
 
 def num_exchanged_elements(q_shape: Sequence[int], v_head_dim: int) -> int:
-    """Number of elements that a rank sends for queries of shape `q_shape`: its partial output, lse and checksums."""
+    """Return the number of elements that a rank sends for queries of shape `q_shape`: partial out, lse, checksums."""
     return NUM_CHECKSUMS + prod(q_shape[:3]) * (v_head_dim + 1)
 
 
@@ -115,12 +115,12 @@ def equal_length_runs(lengths: Sequence[_T], split_runs: bool = False) -> Iterat
 
     With `split_runs`, yield one slice per sequence.
     """
-    first = 0
+    run_start = 0
     for length, run in itertools.groupby(lengths):
-        count = len(list(run))
-        for start in range(first, first + count, 1 if split_runs else count):
-            yield slice(start, start + 1 if split_runs else first + count), length
-        first += count
+        run_length = len(list(run))
+        for start in range(run_start, run_start + run_length, 1 if split_runs else run_length):
+            yield slice(start, start + 1 if split_runs else run_start + run_length), length
+        run_start += run_length
 
 
 def _fill_empty(result: Tensor) -> None:
@@ -136,7 +136,7 @@ def _attend_few_queries(
     One matmul computes all queries of a key head, so each key is read once.
     """
     intervals = [visible_rows(call.layout, call.visible_window, length - len(q) + i, length) for i in range(len(q))]
-    start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
+    start, stop = min(row_start for row_start, _ in intervals), max(row_stop for _, row_stop in intervals)
     if start >= stop:
         _fill_empty(result)
         return
@@ -177,9 +177,9 @@ def visible_rows(
 ) -> tuple[int, int]:
     """Return this rank's rows [start, stop) that the query at `position` sees, in a sequence of `length` tokens."""
     left, right = visible_window
-    count = layout.count
-    stop = count(max(0, length if right < 0 else min(length, position + right + 1)))
-    return (0 if left < 0 else min(stop, count(max(0, position - left)))), stop
+    count_before = layout.count_before
+    stop = count_before(max(0, length if right < 0 else min(length, position + right + 1)))
+    return (0 if left < 0 else min(stop, count_before(max(0, position - left)))), stop
 
 
 def _transform_scores(
@@ -194,11 +194,11 @@ def _transform_scores(
         key_indices = torch.from_numpy(call.layout.indices(start, stop)).to(scores.device)
         slopes = score_parameters.alibi_slopes.to(scores.dtype).unflatten(0, (scores.shape[0], -1))
         scores -= slopes[:, :, None, None] * (positions - key_indices).abs()
-    for i, (first, last) in enumerate(intervals):
-        if first > start:
-            scores[:, :, i, : first - start] = -torch.inf
-        if last < stop:
-            scores[:, :, i, max(0, last - start) :] = -torch.inf
+    for i, (row_start, row_stop) in enumerate(intervals):
+        if row_start > start:
+            scores[:, :, i, : row_start - start] = -torch.inf
+        if row_stop < stop:
+            scores[:, :, i, max(0, row_stop - start) :] = -torch.inf
 
 
 def _attend_many_queries(
@@ -207,15 +207,15 @@ def _attend_many_queries(
     """Attend with many queries, in steps: q [seqs, new, heads, head_dim] -> result [seqs, new, heads, dim + 1]."""
     state = SoftmaxState.empty(q, result.shape[3] - 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    for first, last, step in _prefill_steps(call.layout, call.visible_window, q.shape[1], length):
-        (_, k), (_, v) = (next(x.read_blocks(seqs, first, last, sys.maxsize)) for x in (keys, values))
-        rows, keys_seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
+    for row_start, row_stop, step in _prefill_steps(call.layout, call.visible_window, q.shape[1], length):
+        (_, k), (_, v) = (next(x.read_blocks(seqs, row_start, row_stop, sys.maxsize)) for x in (keys, values))
+        rows, visible_keys = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         call.kernel.forward(
             step,
             call.score_parameters,
             q[:, rows],
-            k[:, keys_seen],
-            v[:, keys_seen],
+            k[:, visible_keys],
+            v[:, visible_keys],
             state.rows(step.q_start, step.q_stop),
         )
     out, lse = state.finalize(result.dtype)
@@ -228,38 +228,38 @@ def _attend_many_queries(
 def _prefill_steps(
     layout: BlockCyclicLayout, visible_window: tuple[int, int], num_new: int, length: int
 ) -> tuple[tuple[int, int, Step], ...]:
-    """Return (first, last, step) for each step of the last `num_new` tokens of a sequence.
+    """Return (row_start, row_stop, step) for each step of the last `num_new` tokens of a sequence.
 
-    A step reads this rank's rows [first, last).
+    A step reads this rank's rows [row_start, row_stop).
 
     No step has both rows before the new tokens and rows of the new tokens: without a window, all queries see all rows
     before the new tokens, so those steps need no mask.
     """
     mask = AttentionMask(num_new, length, window=visible_window)
     left, right = visible_window
-    start = layout.count(max(0, length - num_new - left)) if left >= 0 else 0
-    first_new_row = max(start, layout.count(max(0, length - num_new + 1))) if right >= 0 else start
-    stop = layout.count(length)
+    start = layout.count_before(max(0, length - num_new - left)) if left >= 0 else 0
+    first_new_row = max(start, layout.count_before(max(0, length - num_new + 1))) if right >= 0 else start
+    stop = layout.count_before(length)
     bounds = [*range(start, first_new_row, _MAX_STEP_ROWS), *range(first_new_row, stop, _MAX_STEP_ROWS), stop]
     steps = []
-    for first, last in itertools.pairwise(bounds):
-        step = make_step(mask, TokenRanges((range(num_new),)), layout.tokens(first, last))
+    for row_start, row_stop in itertools.pairwise(bounds):
+        step = make_step(mask, TokenRanges((range(num_new),)), layout.tokens(row_start, row_stop))
         if not step.is_empty:
-            steps.append((first, last, step))
+            steps.append((row_start, row_stop, step))
     return tuple(steps)
 
 
 # -- with a Triton kernel ---------------------------------------------------------------------------------------------
 
 
-def uses_decode_kernel(query: KernelQuery, num_queries: int) -> bool:
+def uses_decode_kernel(request: KernelRequest, num_queries: int) -> bool:
     """True if `attend_with_kernel` is to compute `num_queries` queries per sequence.
 
     It is used by default on GPUs, and on any device if FUSED_TP_ATTENTION=triton.
     """
     forced_name = forced_kernel()
-    is_requested = forced_name == "triton" or (forced_name is None and query.device.type == "cuda")
-    return 0 < num_queries <= MAX_DECODE_QUERIES and is_requested and bool(triton_availability(query))
+    is_requested = forced_name == "triton" or (forced_name is None and request.device.type == "cuda")
+    return 0 < num_queries <= MAX_DECODE_QUERIES and is_requested and bool(triton_availability(request))
 
 
 def attend_with_kernel(
@@ -274,12 +274,12 @@ def attend_with_kernel(
         layout, call.visible_window, q.shape[1], tuple(lengths), q.device
     )
     if call.score_parameters.alibi_slopes is not None:
-        k_indices = _row_token_indices(layout, max(map(layout.count, lengths)), q.device)
+        k_indices = _row_token_indices(layout, max(map(layout.count_before, lengths)), q.device)
     if page_table is not None:
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
     from fused_tp.triton_kernels.attention.decode import flash_decode
 
-    for table in (starts, k_indices):  # stops and positions are views of the memory of starts
+    for table in (starts, k_indices):  # stops and positions share the storage of starts
         if table is None or not table.is_cuda:
             continue
         # The lru_cache may evict a table while kernels of this stream still read it: its memory must not be reused yet.
@@ -297,7 +297,7 @@ def attend_with_kernel(
         max_visible,
         to_kernel_terms(call.score_parameters),
         pages=page_table,
-        places=positions,
+        q_positions=positions,
         k_indices=k_indices,
     )
     return result
@@ -340,16 +340,16 @@ def _visible_row_tables(
     )
     starts, stops = intervals[..., 0], intervals[..., 1]
     is_visible = starts < stops
-    first_row, last_row = (
+    row_starts, row_stops = (
         np.where(is_visible, starts, np.iinfo(np.int32).max).min(1),
         np.where(is_visible, stops, 0).max(1),
     )
     tables = _table_on_device(device, np.stack((starts, stops, np.array(positions, dtype=np.int32))))
-    return tables[0], tables[1], tables[2], int(np.maximum(last_row.astype(np.int64) - first_row, 0).max())
+    return tables[0], tables[1], tables[2], int(np.maximum(row_stops.astype(np.int64) - row_starts, 0).max())
 
 
 @lru_cache(maxsize=2)
 def _row_token_indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
-    """Token index of each row, int32; `rows` is rounded up to a multiple of 1024."""
+    """Return the token index of each row, int32; `rows` is rounded up to a multiple of 1024."""
     rows = -(-rows // 1024) * 1024
     return _table_on_device(device, layout.indices(0, rows).astype(np.int32))

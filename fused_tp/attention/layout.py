@@ -56,7 +56,7 @@ class TokenRanges:
         return np.cumsum(lengths) - lengths
 
     def count_before(self, indices: Int64s) -> Int64s:
-        """Number of these tokens before each of `indices`, which are any global indices.
+        """Return the number of these tokens before each of `indices`, which are any global indices.
 
         For a token that this rank holds, the result is its local row. Equals np.searchsorted(self.indices, indices),
         but is faster and does not build `self.indices`.
@@ -90,7 +90,7 @@ def check_layout(layout: object, *, has_documents: bool = False) -> None:
 
 
 def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
-    """Number of tokens that `rank` holds. Documents do not change it: they decide only which tokens `rank` holds."""
+    """Return the number of tokens that `rank` holds. Documents do not change it, but decide which tokens these are."""
     if layout != "zigzag":
         return _chunk_length(seq_len, world_size, rank)
     chunks = 2 * world_size
@@ -146,35 +146,39 @@ def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Layout `name`, one of LAYOUTS, over joined * W virtual ranks; each of the W ranks has `joined` of them.
+    """Layout `name`, one of LAYOUTS, over n * W virtual ranks, of which each of the W ranks has n = `num_joined_ranks`.
 
-    Rank r holds the tokens of virtual ranks joined * r, joined * r + 1, ...; with `strided`, of virtual ranks r, r + W,
-    r + 2W, ...
+    Rank r holds the tokens of virtual ranks n * r, n * r + 1, ...; with `strided`, of virtual ranks r, r + W, ...
 
-    >>> [one.ranges for one in TokenLayout("contiguous", 2, strided=True).tokens(8, 2)]
+    >>> [tokens.ranges for tokens in TokenLayout("contiguous", 2, strided=True).tokens(8, 2)]
     [(range(0, 2), range(4, 6)), (range(2, 4), range(6, 8))]
     """
 
     name: str
-    joined: int = 1
+    num_joined_ranks: int = 1
     strided: bool = False
 
     def tokens(self, seq_len: int, world_size: int, cu_seqlens: tuple[int, ...] = ()) -> tuple[TokenRanges, ...]:
         """Return the tokens that each of `world_size` ranks holds."""
-        tokens = tokens_by_rank(seq_len, world_size * self.joined, self.name, cu_seqlens)
-        return tokens if self.joined == 1 else _join_virtual_ranks(tokens, self.joined, self.strided)
+        tokens = tokens_by_rank(seq_len, world_size * self.num_joined_ranks, self.name, cu_seqlens)
+        return (
+            tokens if self.num_joined_ranks == 1 else _join_virtual_ranks(tokens, self.num_joined_ranks, self.strided)
+        )
 
     def __str__(self) -> str:
-        if self.joined == 1:
+        if self.num_joined_ranks == 1:
             return self.name
-        return f"{self.name} over {self.joined} times the ranks{', strided' if self.strided else ''}"
+        return f"{self.name} over {self.num_joined_ranks} times the ranks{', strided' if self.strided else ''}"
 
 
 @lru_cache(maxsize=16)
-def _join_virtual_ranks(tokens: tuple[TokenRanges, ...], joined: int, strided: bool) -> tuple[TokenRanges, ...]:
-    count = len(tokens) // joined
+def _join_virtual_ranks(
+    tokens: tuple[TokenRanges, ...], num_joined_ranks: int, strided: bool
+) -> tuple[TokenRanges, ...]:
+    num_ranks = len(tokens) // num_joined_ranks
     joined_tokens = [
-        tokens[rank::count] if strided else tokens[rank * joined : (rank + 1) * joined] for rank in range(count)
+        tokens[rank::num_ranks] if strided else tokens[rank * num_joined_ranks : (rank + 1) * num_joined_ranks]
+        for rank in range(num_ranks)
     ]
     return tuple(
         TokenRanges(merge_ranges(r for token_ranges in virtual_ranks for r in token_ranges.ranges))
@@ -186,41 +190,41 @@ def _join_virtual_ranks(tokens: tuple[TokenRanges, ...], joined: int, strided: b
 class BlockCyclicLayout:
     """Block-cyclic layout of a growing cache: the tokens that `rank` of `world_size` holds, in ascending order.
 
-    Token i is stored on rank (i // block) % W, in row (i // (block * W)) * block + i % block. The token counts of two
+    Token i is stored on rank (i // b) % W, in row (i // (b * W)) * b + i % b, b = `block_size`. The token counts of two
     ranks differ by at most one block. The lengths of the sequences determine the layout, so it needs no communication.
 
-    >>> BlockCyclicLayout(world_size=2, rank=1, block=2).count(7)  # tokens 2, 3 and 6
+    >>> BlockCyclicLayout(world_size=2, rank=1, block_size=2).count_before(7)  # tokens 2, 3 and 6
     3
     """
 
     world_size: int
     rank: int
-    block: int
+    block_size: int
 
-    def count(self, length: int) -> int:
-        """Number of tokens below index `length` that this rank holds: the row of token `length`, if it is here."""
-        rounds, remainder = divmod(length, self.block * self.world_size)
-        return rounds * self.block + min(max(remainder - self.rank * self.block, 0), self.block)
+    def count_before(self, length: int) -> int:
+        """Return the number of tokens below index `length` on this rank: the row of token `length`, if it is here."""
+        rounds, remainder = divmod(length, self.block_size * self.world_size)
+        return rounds * self.block_size + min(max(remainder - self.rank * self.block_size, 0), self.block_size)
 
     def indices(self, start: int, stop: int) -> Int64s:
-        """Token indices of the rows [start, stop), ascending."""
+        """Return the token indices of the rows [start, stop), ascending."""
         rows = np.arange(start, stop, dtype=np.int64)
-        return (rows // self.block * self.world_size + self.rank) * self.block + rows % self.block
+        return (rows // self.block_size * self.world_size + self.rank) * self.block_size + rows % self.block_size
 
     def tokens(self, start: int, stop: int) -> TokenRanges:
         """Return the tokens in the rows [start, stop)."""
         ranges = []
         while start < stop:
-            end = min(stop, (start // self.block + 1) * self.block)
-            first = (start // self.block * self.world_size + self.rank) * self.block + start % self.block
+            end = min(stop, (start // self.block_size + 1) * self.block_size)
+            first = (start // self.block_size * self.world_size + self.rank) * self.block_size + start % self.block_size
             ranges.append(range(first, first + end - start))
             start = end
         return TokenRanges(tuple(ranges))
 
     def rows(self, tokens: Int64s) -> Int64s:
-        """Row of each of `tokens` on the rank that holds it."""
-        return tokens // (self.block * self.world_size) * self.block + tokens % self.block
+        """Return the row of each of `tokens` on the rank that holds it."""
+        return tokens // (self.block_size * self.world_size) * self.block_size + tokens % self.block_size
 
     def owners(self, tokens: Int64s) -> Int64s:
-        """The rank that holds each of `tokens`."""
-        return tokens // self.block % self.world_size
+        """Return the rank that holds each of `tokens`."""
+        return tokens // self.block_size % self.world_size

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums
 from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, RowRanges, restrict_to_keys
-from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
+from fused_tp.attention.softmax import SoftmaxState, compute_delta, compute_sink_gradient
 from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.core.tracing import span
@@ -92,27 +92,27 @@ class RingForward:
 
     def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
         self._call, self._q = call, q
-        self._state, self._fresh = SoftmaxState.uninitialized(q, v.shape[3]), True
+        self._state, self._is_uninitialized = SoftmaxState.uninitialized(q, v.shape[3]), True
 
     def attend(self, t: int, k: Tensor, v: Tensor, first_row: int = 0) -> None:
         """Compute step t. `k` and `v` [B, rows, Hkv, D] are the source's rows from row `first_row` on."""
-        call, q, state, fresh = self._call, self._q, self._state, self._fresh
+        call, q, state, is_uninitialized = self._call, self._q, self._state, self._is_uninitialized
         step = call.rank_plan.steps[t]
         if step.is_empty:
             return
         if step.num_rows != q.shape[1]:
-            if fresh:  # this step writes only some rows of the uninitialized state
+            if is_uninitialized:  # this step writes only some rows of the uninitialized state
                 state.clear()
-            q, state, fresh = q[:, step.q_start : step.q_stop], state.rows(step.q_start, step.q_stop), False
-        self._fresh = False
+            q, state, is_uninitialized = q[:, step.q_start : step.q_stop], state.rows(step.q_start, step.q_stop), False
+        self._is_uninitialized = False
         if step.num_keys != k.shape[1]:
             k, v = (x[:, step.k_start - first_row : step.k_stop - first_row] for x in (k, v))
         with span("ring_attention step", t):
-            call.kernel.forward(step, call.score_parameters, q, k, v, state, fresh=fresh)
+            call.kernel.forward(step, call.score_parameters, q, k, v, state, is_uninitialized=is_uninitialized)
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv], lse [B, H, S])."""
-        if self._fresh:
+        if self._is_uninitialized:
             self._state.clear()
         return self._state.finalize(self._q.dtype, self._call.score_parameters.sinks)
 
@@ -123,8 +123,8 @@ class RingBackward:
     def __init__(self, call: RingCall, saved: RingSaved) -> None:
         self._call, self._saved = call, saved
         # A query that sees no key has lse = -inf, and its gradient is 0 even if its lse has a gradient.
-        sums = compute_row_sums(saved.grad_out, saved.out, saved.grad_lse)
-        self._row_sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
+        delta = compute_delta(saved.grad_out, saved.out, saved.grad_lse)
+        self._delta = delta.masked_fill_(saved.lse == -torch.inf, 0.0)
         self._dq = fp32_accumulator(saved.q)
         slopes = call.score_parameters.alibi_slopes
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
@@ -141,9 +141,9 @@ class RingBackward:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first_row, step.k_stop - first_row)
         with span("ring_attention backward step", t):
-            step_rows = StepRows(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
+            inputs = BackwardTensors(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._delta)
             sums = GradientSums(self._dq, dk, dv, self._d_slopes)
-            call.kernel.backward(step, call.score_parameters, step_rows.select(rows, keys), sums.select(rows, keys))
+            call.kernel.backward(step, call.score_parameters, inputs.select(rows, keys), sums.select(rows, keys))
 
     def finalize(self, own_gradients: list[Tensor]) -> AttentionGradients:
         """Return the gradients, where `own_gradients` is [dk, dv] of this rank's keys, summed over all steps.
@@ -151,7 +151,7 @@ class RingBackward:
         Empties `own_gradients` and frees the sum of dq: each sum is freed once it is rounded, to lower peak memory.
         """
         saved, sinks = self._saved, self._call.score_parameters.sinks
-        d_sinks = None if sinks is None else compute_sink_gradient(sinks, saved.lse, self._row_sums)
+        d_sinks = None if sinks is None else compute_sink_gradient(sinks, saved.lse, self._delta)
         dq = self._dq.to(saved.q.dtype)
         del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.base import KernelRequest
 from fused_tp.attention.kernels.select import forced_kernel
 from fused_tp.attention.kernels.triton import TRITON_KERNEL, to_kernel_terms, triton_availability
 from fused_tp.attention.ring import RING_OP, AttentionGradients, RingCall, RingSaved, RingSchedule
@@ -81,18 +81,18 @@ class FusedRing(RingSchedule):
         return max(1, memory.sms - max(settings.sm_margin(), _RESERVED_SMS))
 
 
-def fused_ring_available(query: KernelQuery) -> Availability:
+def fused_ring_available(request: KernelRequest) -> Availability:
     """Available if this rank can run a forward of schedule `fused_kernel` as one launch; else it uses messages."""
     forced_name = forced_kernel()
     if forced_name not in (None, TRITON_KERNEL.name):
         return unavailable(f"FUSED_TP_ATTENTION={forced_name} selects other kernels")
-    return triton_availability(query)
+    return triton_availability(request)
 
 
-def fused_ring_available_on_all_ranks(group: Group, query: KernelQuery) -> Availability:
+def fused_ring_available_on_all_ranks(group: Group, request: KernelRequest) -> Availability:
     """Available if `fused_ring_available` holds on all ranks of `group`: devices and environments may differ.
 
-    The first call for a query is collective: all ranks must make it together.
+    The first call for a request is collective: all ranks must make it together.
 
     Raises:
         CollectiveTimeoutError: some rank did not call, for example because FUSED_TP_ATTENTION was changed on
@@ -105,13 +105,13 @@ def fused_ring_available_on_all_ranks(group: Group, query: KernelQuery) -> Avail
     if forced_name not in forced_kernels:
         forced_kernels.append(forced_name)
     feature = (
-        f"{RING_OP} in one launch (on {query.device.type}, {query.dtype}, head dims {query.head_dim} and "
-        f"{query.v_head_dim}, value {forced_kernels.index(forced_name) + 1} of FUSED_TP_ATTENTION)"
+        f"{RING_OP} in one launch (on {request.device.type}, {request.dtype}, head dims {request.head_dim} and "
+        f"{request.v_head_dim}, value {forced_kernels.index(forced_name) + 1} of FUSED_TP_ATTENTION)"
     )
     group_availability = agree_on_availability(
-        group, feature, lambda: fused_ring_available(replace(query, has_positive_scale=True))
+        group, feature, lambda: fused_ring_available(replace(request, has_positive_scale=True))
     )
-    return fused_ring_available(query) if group_availability else group_availability
+    return fused_ring_available(request) if group_availability else group_availability
 
 
 def make_keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
@@ -119,8 +119,8 @@ def make_keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
     from fused_tp.triton_kernels.attention import ring_keys
 
     rows = tuple(tokens.length for tokens in plan.keys)
-    pairs = k.shape[0] * k.shape[2]
-    shard_bytes = max(rows) * pairs * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    num_pairs = k.shape[0] * k.shape[2]
+    shard_bytes = max(rows) * num_pairs * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     return ring_keys.KeysLayout(
         rank=rank,
         rows=rows,
@@ -128,8 +128,8 @@ def make_keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
             ring_keys.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).peer_chunks
         ),
         max_chunk_rows=kv_chunks(plan, rank).max_peer_rows,
-        pairs=pairs,
-        groups=ring_keys.group_count(pairs, shard_bytes),
+        num_pairs=num_pairs,
+        num_groups=ring_keys.group_count(num_pairs, shard_bytes),
         head_dim=k.shape[3],
         v_head_dim=v.shape[3],
         dtype=k.dtype,
@@ -160,11 +160,11 @@ class KVChunks:
         self._chunks = (own_chunk, *self.peer_chunks)
         self._tables: dict[Any, dict[str, Tensor]] = {}
 
-    def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """Return the kernel's tables on `device` for tiles of `rows` queries and `block` keys; cached."""
+    def tables_on(self, device: torch.device, rows: int, block_size: int) -> dict[str, Tensor]:
+        """Return the kernel's tables on `device` for tiles of `rows` queries and `block_size` keys; cached."""
         from fused_tp.triton_kernels.attention.tiles import tiles_of_chunks
 
-        if (device, rows, block) not in self._tables:
+        if (device, rows, block_size) not in self._tables:
             vectors = self._tables.get(device)
             if vectors is None:
                 vectors = self._tables[device] = {
@@ -177,11 +177,11 @@ class KVChunks:
                 starts,
                 stops,
                 rows,
-                block,
+                block_size,
             )
             tables = {"tiles": _int32_on_device(tiles, device), "bounds": _int32_on_device(bounds, device)}
-            self._tables[device, rows, block] = vectors | tables
-        return self._tables[device, rows, block]
+            self._tables[device, rows, block_size] = vectors | tables
+        return self._tables[device, rows, block_size]
 
     @cached_property
     def max_peer_rows(self) -> int:
@@ -198,9 +198,9 @@ class KVChunks:
         for index, (t, _, rows) in enumerate(chunks):
             step = restrict_to_keys(plan.step(rank, t), rows.start, rows.stop, cache_result=False)
             if not step.is_empty:
-                visible = slice(step.q_start, step.q_stop)
-                starts[index, visible] = step.starts + np.int32(step.k_start - rows.start)
-                stops[index, visible] = step.stops + np.int32(step.k_start - rows.start)
+                visible_rows = slice(step.q_start, step.q_stop)
+                starts[index, visible_rows] = step.starts + np.int32(step.k_start - rows.start)
+                stops[index, visible_rows] = step.stops + np.int32(step.k_start - rows.start)
         lengths = [len(rows) for _, _, rows in chunks]
         chunk_starts = np.cumsum(lengths) - lengths
         # This rank's keys are stored in one buffer, the keys of all other ranks in another; both begin at row 0.
@@ -209,7 +209,7 @@ class KVChunks:
             "starts": starts,
             "stops": stops,
             "chunks": np.stack(([source for _, source, _ in chunks], buffer_rows, chunk_starts), 1),
-            "places": plan.visible_intervals(rank)[0],
+            "q_positions": plan.visible_intervals(rank)[0],
             "q_indices": queries.indices,
             "k_indices": np.concatenate([plan.keys[s].indices[rows.start : rows.stop] for _, s, rows in chunks]),
         }

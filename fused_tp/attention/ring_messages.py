@@ -76,8 +76,8 @@ class _BufferPairs:
     def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
         max_rows = max(rows, default=0)
 
-        def allocate(like: Tensor) -> Tensor:
-            return like.new_empty((max_rows, like.shape[0], *like.shape[2:]), dtype=dtype)
+        def allocate(template: Tensor) -> Tensor:
+            return template.new_empty((max_rows, template.shape[0], *template.shape[2:]), dtype=dtype)
 
         self._pairs = [(allocate(k), allocate(v)) for _ in range(count)]
 

@@ -28,14 +28,13 @@ from fused_tp.attention.spec import AttentionMask
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 RowRanges: TypeAlias = TokenRanges  # ranges of rows of a rank's keys, in local indices
 _MAX_RANGES = 8  # maximum ranges that a rank reads of another rank's keys: each range costs one copy
-# Maximum chunks per step. With 8 chunks and bf16 inputs, the buffers of a chunk (three of fp32 gradients, two of keys)
-# take as much memory as the K/V of one shard.
+# Maximum chunks per step. With 8 chunks and bf16 inputs, the buffers (three of fp32 gradients and two of keys, each for
+# one chunk) take as much memory as the K/V of one shard.
 _MAX_CHUNKS = 8
 _MIN_CHUNK_ROWS = 2048
 
-_VisibleIntervals = tuple[
-    Int64s, Int64s, Int64s
-]  # position, start and stop of each query, as in `AttentionMask.visible_intervals`
+# Position, start and stop of each query, as in `AttentionMask.visible_intervals`.
+_VisibleIntervals = tuple[Int64s, Int64s, Int64s]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ class Step:
 
     Attributes:
         starts, stops: int32 [q_stop - q_start]; query q_start + i sees the keys k_start + [starts[i], stops[i]).
-        places: int64 [q_stop - q_start], positions of the queries on the axis of the keys; see `AttentionMask`.
+        q_positions: int64 [q_stop - q_start], positions of the queries on the axis of the keys; see `AttentionMask`.
         q_indices, k_indices: int64, global indices of these queries and keys.
         q_breaks, k_breaks: rows, relative to q_start and k_start, at which a new range of global indices begins;
             ascending, without 0.
@@ -56,7 +55,7 @@ class Step:
     k_stop: int
     starts: Int32s
     stops: Int32s
-    places: Int64s
+    q_positions: Int64s
     q_indices: Int64s
     k_indices: Int64s
     q_breaks: tuple[int, ...]
@@ -81,7 +80,10 @@ class Step:
 
     @cached_property
     def queries_per_key(self) -> tuple[Int32s, Int32s]:
-        """Return (first, last), both int32 [keys]: the queries q_start + [first[j], last[j]) see key k_start + j."""
+        """Return int32 (query_starts, query_stops), both [keys].
+
+        The queries q_start + [query_starts[j], query_stops[j]) see key k_start + j.
+        """
         return _compute_queries_per_key(self.starts, self.stops, self.num_keys)
 
     def sub_step(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
@@ -105,7 +107,7 @@ class Step:
         return {}
 
     def index_tensors_on(self, device: torch.device) -> dict[str, Tensor]:
-        """Map names to int32 tensors on `device`: this step's vectors, and "first" and "last" of `queries_per_key`."""
+        """Map names to int32 tensors on `device`: this step's vectors, and those of `queries_per_key`."""
         if device not in self._device_vectors:
             self._device_vectors[device] = _DeviceVectors(self, device)
         return self._device_vectors[device]
@@ -116,13 +118,13 @@ class _DeviceVectors(dict[str, Tensor]):
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._device, self._num_keys = device, step.num_keys
-        names = ("starts", "stops", "places", "q_indices", "k_indices")
+        names = ("starts", "stops", "q_positions", "q_indices", "k_indices")
         self._arrays: dict[str, np.ndarray[Any, Any]] = {name: getattr(step, name) for name in names}
 
     def __missing__(self, name: str) -> Tensor:
-        if name in ("first", "last"):
+        if name in ("query_starts", "query_stops"):
             queries_per_key = _compute_queries_per_key(self._arrays["starts"], self._arrays["stops"], self._num_keys)
-            self._arrays.update(zip(("first", "last"), queries_per_key, strict=True))
+            self._arrays.update(zip(("query_starts", "query_stops"), queries_per_key, strict=True))
         self[name] = torch.from_numpy(self._arrays[name].astype(np.int32, copy=False)).to(self._device)
         return self[name]
 
@@ -181,7 +183,7 @@ class RingPlan:
         return self._rank_plans[rank, view]
 
     def visible_intervals(self, rank: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Position, start and stop of each query of `rank`, as in `AttentionMask.visible_intervals`."""
+        """Return (position, start, stop) of each query of `rank`, as in `AttentionMask.visible_intervals`."""
         # Only the last rank is cached: a process usually computes the steps of one rank.
         cached_intervals = self._last_visible_intervals  # read once: another thread may replace it
         if cached_intervals is None or cached_intervals[0] != rank:
@@ -192,11 +194,11 @@ class RingPlan:
         return cached_intervals[1]
 
     def needed_rows(self, rank: int, source: int) -> RowRanges:
-        """Rows of the keys of `source` that `rank` reads; computed without building the step."""
+        """Return the rows of the keys of `source` that `rank` reads; computed without building the step."""
         return self._extent(rank, source)[1]
 
     def shared_rows(self, source: int) -> RowRanges:
-        """Rows of the keys of `source` that any other rank reads."""
+        """Return the rows of the keys of `source` that any other rank reads."""
         if source not in self._shared_rows:
             read_ranges = (self.needed_rows(rank, source).ranges for rank in range(self.world_size) if rank != source)
             self._shared_rows[source] = RowRanges(merge_ranges(itertools.chain.from_iterable(read_ranges)))
@@ -276,14 +278,14 @@ class RankPlan:
         return tuple(chunks)
 
     def _read_range(self, reader: int, source: int) -> range:
-        """Range from the first to the last key of `source` that rank `reader` reads, as indices in its view."""
+        """Return the range from the first to the last key of `source` that rank `reader` reads, in its view."""
         needed_ranges, view = self.plan.needed_rows(reader, source).ranges, self._view_rows(reader, source)
         if not needed_ranges or view is None:
             return range(needed_ranges[0].start, needed_ranges[-1].stop) if needed_ranges else range(0)
         return range(compact_index(view, needed_ranges[0].start), compact_index(view, needed_ranges[-1].stop))
 
     def _view_rows(self, reader: int, source: int) -> RowRanges | None:
-        """Rows of the keys of `source` that rank `reader` can access; None: all rows."""
+        """Return the rows of the keys of `source` that rank `reader` can access; None: all rows."""
         if self.kv_view is KVView.FULL:
             return None
         return self.plan.shared_rows(source) if self.kv_view is KVView.UNION else self.plan.needed_rows(reader, source)
@@ -302,24 +304,24 @@ def make_step(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> S
 
 def _make_step(intervals: _VisibleIntervals, rows: range, queries: TokenRanges, keys: TokenRanges) -> Step:
     """Build a step. `intervals` has an entry for each of `queries`; only queries in `rows` see any of `keys`."""
-    places, starts, stops = (vector[rows.start : rows.stop] for vector in intervals)
+    q_positions, starts, stops = (vector[rows.start : rows.stop] for vector in intervals)
     starts, stops = keys.count_before(starts), keys.count_before(stops)
     sees_any = stops > starts
     if not sees_any.any():
         no_positions = np.empty(0, dtype=np.int64)
         no_intervals = no_positions.astype(np.int32)
         return Step(0, 0, 0, 0, no_intervals, no_intervals, no_positions, no_positions, no_positions, (), ())
-    first, last = int(sees_any.argmax()), len(sees_any) - int(sees_any[::-1].argmax())
-    k_start, k_stop = int(starts[first]), int(stops[last - 1])
-    q_start, q_stop = rows.start + first, rows.start + last
+    start, stop = int(sees_any.argmax()), len(sees_any) - int(sees_any[::-1].argmax())
+    k_start, k_stop = int(starts[start]), int(stops[stop - 1])
+    q_start, q_stop = rows.start + start, rows.start + stop
     return Step(
         q_start,
         q_stop,
         k_start,
         k_stop,
-        (starts[first:last] - k_start).astype(np.int32),
-        (stops[first:last] - k_start).astype(np.int32),
-        places[first:last],
+        (starts[start:stop] - k_start).astype(np.int32),
+        (stops[start:stop] - k_start).astype(np.int32),
+        q_positions[start:stop],
         queries.indices[q_start:q_stop],
         keys.indices[k_start:k_stop],
         _breaks_inside(queries.breaks, q_start, q_stop),
@@ -327,14 +329,14 @@ def _make_step(intervals: _VisibleIntervals, rows: range, queries: TokenRanges, 
     )
 
 
-def _compute_queries_per_key(starts: Int32s, stops: Int32s, keys: int) -> tuple[Int32s, Int32s]:
-    first, last = _count_ends(stops, keys), _count_ends(starts, keys)
-    return first, np.maximum(first, last)
+def _compute_queries_per_key(starts: Int32s, stops: Int32s, num_keys: int) -> tuple[Int32s, Int32s]:
+    query_starts, query_stops = _count_ends(stops, num_keys), _count_ends(starts, num_keys)
+    return query_starts, np.maximum(query_starts, query_stops)
 
 
-def _count_ends(ends: Int32s, keys: int) -> Int32s:
-    """Number of `ends` <= j for each key j, int32 [keys]; like np.searchsorted in ascending `ends`, but faster."""
-    return np.cumsum(np.bincount(ends, minlength=keys + 1)[:keys], dtype=np.int32)
+def _count_ends(ends: Int32s, num_keys: int) -> Int32s:
+    """Return the number of `ends` <= j for each key j, int32; like np.searchsorted in ascending `ends`, but faster."""
+    return np.cumsum(np.bincount(ends, minlength=num_keys + 1)[:num_keys], dtype=np.int32)
 
 
 def _breaks_inside(breaks: Int64s, start: int, stop: int) -> tuple[int, ...]:
@@ -342,30 +344,30 @@ def _breaks_inside(breaks: Int64s, start: int, stop: int) -> tuple[int, ...]:
 
 
 def _compute_extent(mask: AttentionMask, queries: TokenRanges, keys: TokenRanges) -> tuple[range, RowRanges]:
-    """Return (query rows that contain all queries that see any of `keys`, rows of `keys` that are seen).
+    """Return (rows of the queries that see any of `keys`, without gaps; rows of `keys` that any query sees).
 
     Each range of key rows extends from the first to the last key that one range of queries sees. The ends of the
     intervals ascend within a range of queries, so only its first and last query are evaluated.
     """
     ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
     _, starts, stops = mask.visible_intervals(ends)
-    first, last = keys.count_before(starts[0::2]), keys.count_before(stops[1::2])
-    nonempty_ranges = np.flatnonzero(last > first)
+    key_starts, key_stops = keys.count_before(starts[0::2]), keys.count_before(stops[1::2])
+    nonempty_ranges = np.flatnonzero(key_stops > key_starts)
     if not len(nonempty_ranges):
         return range(0), RowRanges(())
     first_range, last_range = int(nonempty_ranges[0]), int(nonempty_ranges[-1])
     rows = range(int(queries.breaks[first_range]), int(queries.breaks[last_range]) + len(queries.ranges[last_range]))
-    first, last = first[nonempty_ranges], np.maximum.accumulate(last[nonempty_ranges])
+    key_starts, key_stops = key_starts[nonempty_ranges], np.maximum.accumulate(key_stops[nonempty_ranges])
     # Keep only the widest holes, which limits the number of ranges if there are many short documents.
-    holes = first[1:] - last[:-1]
+    holes = key_starts[1:] - key_stops[:-1]
     widest_holes = np.argsort(-holes, kind="stable")[: _MAX_RANGES - 1]
     kept_holes = np.sort(widest_holes[holes[widest_holes] > 0])
-    begins, ends = first[np.concatenate(([0], kept_holes + 1))], last[np.concatenate((kept_holes, [-1]))]
+    begins, ends = key_starts[np.concatenate(([0], kept_holes + 1))], key_stops[np.concatenate((kept_holes, [-1]))]
     return rows, RowRanges(tuple(range(int(a), int(b)) for a, b in zip(begins, ends, strict=True)))
 
 
 def compact_index(view: RowRanges, row: int) -> int:
-    """Index of `row` (or of the stop of a range of rows) among the rows of `view`; the first row keeps its index."""
+    """Return the index of `row` (or of the stop of a range) among the rows of `view`; the first row keeps its index."""
     return view.ranges[0].start + int(view.count_before(np.asarray([row]))[0]) if view.ranges else 0
 
 
@@ -389,9 +391,9 @@ def compact_step(step: Step, view: RowRanges) -> Step:
         return step
     present_ranges = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
     k_start = compact_index(view, step.k_start)
-    first = view.ranges[0].start - k_start
+    offset = view.ranges[0].start - k_start
     starts, stops = (
-        (view.count_before(ends.astype(np.int64) + step.k_start) + first).astype(np.int32)
+        (view.count_before(ends.astype(np.int64) + step.k_start) + offset).astype(np.int32)
         for ends in (step.starts, step.stops)
     )
     k_indices = np.concatenate(
@@ -426,7 +428,7 @@ def _make_sub_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: 
         step.k_start + k_stop,
         np.clip(step.starts[rows], k_start, k_stop) - np.int32(k_start),
         np.clip(step.stops[rows], k_start, k_stop) - np.int32(k_start),
-        step.places[rows],
+        step.q_positions[rows],
         step.q_indices[rows],
         step.k_indices[keys],
         tuple(b - q_start for b in step.q_breaks if q_start < b < q_stop),
@@ -439,13 +441,13 @@ def restrict_to_keys(step: Step, k_start: int, k_stop: int, *, cache_result: boo
 
     `cache_result`: cache the result in `step`. The cached parts of a long sequence take more memory than its keys.
     """
-    first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
-    if last - first == step.num_keys:
+    start, stop = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
+    if stop - start == step.num_keys:
         return step
-    visible_rows = np.flatnonzero((step.stops > first) & (step.starts < last) & (step.stops > step.starts))
+    visible_rows = np.flatnonzero((step.stops > start) & (step.starts < stop) & (step.stops > step.starts))
     bounds = (
         (0, 0, 0, 0)
-        if last <= first or not len(visible_rows)
-        else (int(visible_rows[0]), int(visible_rows[-1]) + 1, first, last)
+        if stop <= start or not len(visible_rows)
+        else (int(visible_rows[0]), int(visible_rows[-1]) + 1, start, stop)
     )
     return step.sub_step(*bounds) if cache_result else _make_sub_step(step, *bounds)

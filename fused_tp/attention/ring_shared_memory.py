@@ -129,9 +129,9 @@ def _make_layout(rank_plan: RankPlan, k: Tensor, v: Tensor, max_slots: int) -> _
     """Compute the layout of one rank. `k` and `v` may be any rank's tensors: their numbers of rows are not read."""
     end = 0
 
-    def add_region(like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
+    def add_region(template: Tensor, num_rows: int, dtype: torch.dtype) -> _Region:
         nonlocal end
-        new_region = _Region((rows, like.shape[0], *like.shape[2:]), dtype, end)
+        new_region = _Region((num_rows, template.shape[0], *template.shape[2:]), dtype, end)
         end += -(-math.prod(new_region.shape) * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return new_region
 
@@ -181,39 +181,39 @@ class _SharedMemoryKVExchange(KVExchange):
         return k[:, rows.start - first : rows.stop - first], v[:, rows.start - first : rows.stop - first]
 
     def gradient_buffers(self, index: int) -> tuple[Tensor, Tensor]:
-        n, rows = index + 1, self._chunks[index].recv_rows
+        chunk_number, rows = index + 1, self._chunks[index].recv_rows
         if not rows:
             return self._k[:, :0], self._v[:, :0]
-        if (m := self._chunk_in_slot.get(n % _NUM_SLOTS)) is not None:
-            self._workspace.wait(self._chunks[m - 1].source, _stage_added(m))
-        self._chunk_in_slot[n % _NUM_SLOTS] = n
-        dk, dv = self._term_views(self._rank, n, len(rows))
+        if (slot_chunk_number := self._chunk_in_slot.get(chunk_number % _NUM_SLOTS)) is not None:
+            self._workspace.wait(self._chunks[slot_chunk_number - 1].source, _stage_added(slot_chunk_number))
+        self._chunk_in_slot[chunk_number % _NUM_SLOTS] = chunk_number
+        dk, dv = self._term_views(self._rank, chunk_number, len(rows))
         return dk.zero_(), dv.zero_()
 
     def send_gradients(self, index: int, own_gradients: Sequence[Tensor]) -> None:
-        n = index + 1
-        self._workspace.signal(_stage_readable(n))
-        if n > 1:
-            self._add_term(n - 1, own_gradients)
-            self._workspace.signal(_stage_added(n - 1))
+        chunk_number = index + 1
+        self._workspace.signal(_stage_readable(chunk_number))
+        if chunk_number > 1:
+            self._add_term(chunk_number - 1, own_gradients)
+            self._workspace.signal(_stage_added(chunk_number - 1))
 
     def finish_gradients(self, own_gradients: Sequence[Tensor]) -> None:
         self._add_term(len(self._chunks), own_gradients)
 
-    def _add_term(self, n: int, own_gradients: Sequence[Tensor]) -> None:
-        """Add the terms that the consumer of this rank's keys computed in chunk n to `own_gradients`."""
-        chunk = self._chunks[n - 1]
+    def _add_term(self, chunk_number: int, own_gradients: Sequence[Tensor]) -> None:
+        """Add the terms that the consumer of this rank's keys computed in a chunk to `own_gradients`."""
+        chunk = self._chunks[chunk_number - 1]
         if chunk.send_rows.length:
-            self._workspace.wait(chunk.consumer, _stage_readable(n))
+            self._workspace.wait(chunk.consumer, _stage_readable(chunk_number))
             for total, term in zip(
-                own_gradients, self._term_views(chunk.consumer, n, chunk.send_rows.length), strict=True
+                own_gradients, self._term_views(chunk.consumer, chunk_number, chunk.send_rows.length), strict=True
             ):
                 add_rows(total, chunk.send_rows, term)
 
-    def _term_views(self, rank: int, n: int, rows: int) -> tuple[Tensor, Tensor]:
+    def _term_views(self, rank: int, chunk_number: int, num_rows: int) -> tuple[Tensor, Tensor]:
         slots = self._layouts[rank].gradient_regions
-        dk, dv = self._region_views(rank, slots[n % len(slots)])
-        return dk[:, :rows], dv[:, :rows]
+        dk, dv = self._region_views(rank, slots[chunk_number % len(slots)])
+        return dk[:, :num_rows], dv[:, :num_rows]
 
     def _region_views(self, rank: int, regions: tuple[_Region, _Region]) -> tuple[Tensor, Tensor]:
         """Return views [B, rows, heads, dim] of two regions in the workspace of `rank`."""
@@ -221,9 +221,9 @@ class _SharedMemoryKVExchange(KVExchange):
         return self._workspace.buffer(rank, *k).transpose(0, 1), self._workspace.buffer(rank, *v).transpose(0, 1)
 
 
-def _stage_readable(n: int) -> int:
-    return 2 * n
+def _stage_readable(chunk_number: int) -> int:
+    return 2 * chunk_number
 
 
-def _stage_added(n: int) -> int:
-    return 2 * n + 3
+def _stage_added(chunk_number: int) -> int:
+    return 2 * chunk_number + 3

@@ -7,8 +7,8 @@ In every mask a query sees one interval of keys, [start, stop), and both ends as
 ascending vectors represent the mask of any subset of queries and keys. No S x S mask is built, and empty and full tiles
 are found by comparing the ends.
 
-The *place* of a query is its position on the axis of the keys. As in flash attention, the last query of a document is
-aligned to the document's last key. If queries and keys have equal lengths, a query's place is its own index.
+The position of a query is on the axis of the keys. As in flash attention, the last query of a document is aligned to
+the document's last key. If queries and keys have equal lengths, the position of a query is its own index.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class AttentionMask:
 
     Attributes:
         seq_len, seq_len_kv: number of queries and of keys over all ranks.
-        causal: True if a query sees only the keys up to its place.
-        window: (left, right), the numbers of keys that a query sees before and after its place; -1: no limit.
+        causal: True if a query sees only the keys up to its position.
+        window: (left, right), the numbers of keys that a query sees before and after its position; -1: no limit.
         cu_seqlens, cu_seqlens_kv: start of each document and end of the last one: (0, ..., seq_len). A query sees only
             keys of its own document. Empty cu_seqlens: one document. Empty cu_seqlens_kv: the same as cu_seqlens.
 
@@ -58,20 +58,20 @@ class AttentionMask:
             object.__setattr__(self, "cu_seqlens_kv", self.cu_seqlens)
 
     def visible_intervals(self, queries: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return (place, start, stop) of each of `queries` (ascending indices); a query sees keys [start, stop)."""
+        """Return (position, start, stop) of each of `queries` (ascending indices); a query sees keys [start, stop)."""
         key_starts, key_ends, offsets = self._document_bounds
         if self._has_documents:
             document = np.searchsorted(self._query_document_starts, queries, side="right") - 1
-            places, starts, stops = queries + offsets[document], key_starts[document], key_ends[document]
+            q_positions, starts, stops = queries + offsets[document], key_starts[document], key_ends[document]
         else:
-            places = queries + offsets[0]
-            starts, stops = np.full_like(places, key_starts[0]), np.full_like(places, key_ends[0])
+            q_positions = queries + offsets[0]
+            starts, stops = np.full_like(q_positions, key_starts[0]), np.full_like(q_positions, key_ends[0])
         left, right = self.visible_window
         if left >= 0:
-            starts = np.maximum(starts, places - left)
+            starts = np.maximum(starts, q_positions - left)
         if right >= 0:
-            stops = np.minimum(stops, places + right + 1)
-        return places, starts, np.maximum(starts, stops)
+            stops = np.minimum(stops, q_positions + right + 1)
+        return q_positions, starts, np.maximum(starts, stops)
 
     @property
     def visible_window(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class AttentionMask:
 
     @cached_property
     def _document_bounds(self) -> tuple[Int64s, Int64s, Int64s]:
-        """(first key, end of keys, offset from a query's index to its place) of each document."""
+        """(first key, end of keys, offset from a query's index to its position) of each document."""
         queries = np.asarray(self.cu_seqlens or (0, self.seq_len), dtype=np.int64)
         keys = np.asarray(self.cu_seqlens_kv or (0, self.seq_len_kv), dtype=np.int64)
         return keys[:-1], keys[1:], keys[1:] - queries[1:]
@@ -122,21 +122,24 @@ class Dropout:
         """Probability p as a 32-bit threshold: p * 2^32, clamped to 32 bits."""
         return min(int(self.p * 2**32), _WORD_MASK)
 
-    def keep_mask(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
-        """Return a mask, bool [batch, heads, queries, keys], that is False for dropped elements.
+    def keep_mask(self, batch_size: int, num_heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
+        """Return a mask, bool [batch_size, num_heads, queries, keys], that is False for dropped elements.
 
         `q_indices` and `k_indices` are global token indices.
         """
         device = q_indices.device
-        shape = (batch, heads, len(q_indices), len(k_indices))
+        shape = (batch_size, num_heads, len(q_indices), len(k_indices))
 
         def broadcast_along(values: Tensor, dim: int) -> Tensor:
             return values.to(torch.int64).view([-1 if d == dim else 1 for d in range(4)]).expand(shape)
 
-        head = torch.arange(heads, device=device) + self.first_head
+        head = torch.arange(num_heads, device=device) + self.first_head
         counter = broadcast_along(k_indices // 4, 3), broadcast_along(q_indices, 2), broadcast_along(head, 1)
         words = _philox(
-            *counter, broadcast_along(torch.arange(batch, device=device), 0), self.seed & _WORD_MASK, self.seed >> 32
+            *counter,
+            broadcast_along(torch.arange(batch_size, device=device), 0),
+            self.seed & _WORD_MASK,
+            self.seed >> 32,
         )
         bits = torch.stack(words).gather(0, broadcast_along(k_indices % 4, 3).unsqueeze(0)).squeeze(0)
         return bits >= self.threshold
@@ -167,7 +170,7 @@ def _wide_product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ScoreParameters:
-    """Function from q and k to a score: score = cap(scale * q.k) - slope[head] * |place of q - index of k|.
+    """Function from q and k to a score: score = cap(scale * q.k) - slope[head] * |position of q - index of k|.
 
     (Press et al., ALiBi, arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
 
@@ -214,7 +217,7 @@ class AttentionArguments(NamedTuple):
     Attributes:
         window: after the check, [left, right].
         first_head: global index of q's first head.
-        joined: as in `TokenLayout`; 0 before the check.
+        joined: `TokenLayout.num_joined_ranks`; 0 before the check.
     """
 
     alibi_slopes: Tensor | None = None

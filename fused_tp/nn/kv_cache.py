@@ -184,7 +184,7 @@ class ContextCache(ABC):
         old_lengths = self._current_lengths(batch)
         total_lengths = [length + n for length, n in zip(old_lengths, added_lengths, strict=True)]
         self._reserve(k, v, total_lengths)
-        count_rows = self._layout.count
+        count_rows = self._layout.count_before
         for seqs, (old_length, new_length) in equal_length_runs(
             list(zip(old_lengths, total_lengths, strict=True)), self.writes_one_sequence
         ):
@@ -326,7 +326,7 @@ class ContextKVCache(ContextCache):
     def __init__(self, group: GroupLike, *, block: int = DEFAULT_BLOCK, max_length: int | None = None) -> None:
         super().__init__(group, block)
         self._token_counts: list[int] = []
-        self._storage = _DenseStorage("ContextKVCache", max_length, self._layout.count)
+        self._storage = _DenseStorage("ContextKVCache", max_length, self._layout.count_before)
 
     @property
     def max_length(self) -> int | None:
@@ -476,7 +476,7 @@ class PagedContextKVCache:
             )
 
     def _num_pages(self, length: int) -> int:
-        return -(-self._rank0_layout.count(length) // self.page_size)
+        return -(-self._rank0_layout.count_before(length) // self.page_size)
 
     def _reserve(self, k: Tensor, v: Tensor, sequences: list[int], lengths: list[int]) -> None:
         pages_to_add = {

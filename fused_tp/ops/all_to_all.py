@@ -124,14 +124,14 @@ class _Args(NamedTuple):
         length = self.attention.seq_len if role == "q" else self.attention.seq_len_kv
         return local_length(length, self.exchange.parts, self.layout_shard_index(rank), self.attention.layout)
 
-    def result_dtypes(self, to_heads: bool) -> list[torch.dtype]:
+    def result_dtypes(self, is_to_heads: bool) -> list[torch.dtype]:
         """Dtypes of the results; see `HeadShares.head_sharded_dtype`."""
         roles_and_tensors = zip(self.exchange.kinds, self.xs, strict=True)
-        if to_heads:
+        if is_to_heads:
             return [self.head_shares.head_sharded_dtype(role, x.dtype) for role, x in roles_and_tensors]
         return [x.dtype if role == "q" else self.xs[0].dtype for role, x in roles_and_tensors]
 
-    def swap_and_description(self, to_heads: bool) -> tuple[Swap, str]:
+    def swap_and_description(self, is_to_heads: bool) -> tuple[Swap, str]:
         """Return the swap of all tensors, and a description of the call, whose checksum is compared between ranks.
 
         Raises:
@@ -160,7 +160,7 @@ class _Args(NamedTuple):
         )
         shares = tuple(shares_by_role[role] for role in exchange.kinds)
         return Swap(
-            ULYSSES_OP, dims, self.resolved_group.rank, shares, tuple(self.result_dtypes(to_heads))
+            ULYSSES_OP, dims, self.resolved_group.rank, shares, tuple(self.result_dtypes(is_to_heads))
         ), description
 
     def _tensor_share(self, role: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
@@ -179,17 +179,17 @@ def _key(a: _Args) -> ScheduleKey:
     return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.exchange.columns)
 
 
-def _run_swap(to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
-    swap, description = a.swap_and_description(to_heads)
+def _run_swap(is_to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
+    swap, description = a.swap_and_description(is_to_heads)
     transport = all_to_all_for(schedule)
-    direction = "heads" if to_heads else "sequence"
+    direction = "heads" if is_to_heads else "sequence"
     with span(f"all_to_all to {direction} ({transport.name})"), annotate_mismatch(ULYSSES_OP, swap.rank, description):
-        return transport.run(to_heads, swap, a.xs)
+        return transport.run(is_to_heads, swap, a.xs)
 
 
 def _to_heads_fake(a: _Args) -> list[Tensor]:
     group, results = a.resolved_group, []
-    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=True), strict=True):
+    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(is_to_heads=True), strict=True):
         length = sum(a.num_rows(role, rank) for rank in range(group.size))
         shape = (x.shape[0], length, len(a.head_shares.heads_of_rank(role, group.rank)), x.shape[3])
         results.append(x.new_empty(shape, dtype=dtype))
@@ -198,7 +198,7 @@ def _to_heads_fake(a: _Args) -> list[Tensor]:
 
 def _to_sequence_fake(a: _Args) -> list[Tensor]:
     results = []
-    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(to_heads=False), strict=True):
+    for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(is_to_heads=False), strict=True):
         heads = a.exchange.heads if role == "q" else a.exchange.kv_heads
         results.append(
             x.new_empty((x.shape[0], a.num_rows(role, a.resolved_group.rank), heads, x.shape[3]), dtype=dtype)

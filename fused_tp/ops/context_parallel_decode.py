@@ -18,7 +18,7 @@ from fused_tp.attention.decode import (
     num_exchanged_elements,
     uses_decode_kernel,
 )
-from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.base import KernelRequest
 from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
 from fused_tp.attention.spec import FILLED_BY_CHECK, ScoreParameters
@@ -276,11 +276,11 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     # Kernels require a contiguous last dim, and support any other strides.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _cache_rows(k, v, a.page_table, layout, lengths)
-    query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], has_positive_scale=a.scale > 0)
+    request = KernelRequest(q.device, q.dtype, q.shape[3], v.shape[3], has_positive_scale=a.scale > 0)
     call = CacheCall(
         layout, score_parameters, a.visible_window, select_kernel(q, v, score_parameters), a.page_table is not None
     )
-    if uses_decode_kernel(query, q.shape[1]):
+    if uses_decode_kernel(request, q.shape[1]):
         own_output = attend_with_kernel(call, q, lengths, k, v, a.page_table)
     else:
         own_output = attend_to_cache(call, q, lengths, keys, values, v.shape[3])
@@ -298,7 +298,7 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
 def _cache_rows(
     k: Tensor, v: Tensor, page_table: Tensor | None, layout: BlockCyclicLayout, lengths: Sequence[int]
 ) -> tuple[CacheRows, CacheRows]:
-    rows_per_sequence = [layout.count(length) for length in lengths]
+    rows_per_sequence = [layout.count_before(length) for length in lengths]
     if page_table is None:
         if rows_per_sequence and max(rows_per_sequence) > k.shape[1]:
             seq = rows_per_sequence.index(max(rows_per_sequence))

@@ -121,7 +121,7 @@ def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
         for length in a.cache_seqlens.tolist():
             from fused_tp.attention.layout import BlockCyclicLayout
 
-            local_keys = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
+            local_keys = BlockCyclicLayout(group.size, group.rank, a.block).count_before(length)
             yield from ((h, q, d, local_keys), (h, q, local_keys, a.v.shape[3]))
     elif "grouped" in name:  # forward is one matmul; backward is one for each gradient that is needed
         rows, count = (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.attention.decode import MAX_DECODE_QUERIES, uses_decode_kernel
-from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.base import KernelRequest
 from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
@@ -243,7 +243,7 @@ class _Environment(NamedTuple):
         device_name: description of the device, for the report.
         decide: maps (op, dispatch key) to the schedule and the reason.
         message_backend: returns the name of the torch.distributed backend that sends messages.
-        fused_ring_availability: maps a kernel query to the availability of ring attention in one launch.
+        fused_ring_availability: maps a kernel request to the availability of ring attention in one launch.
     """
 
     size: int
@@ -251,7 +251,7 @@ class _Environment(NamedTuple):
     device_name: str
     decide: Callable[[str, ScheduleKey], Decision]
     message_backend: Callable[[], str]
-    fused_ring_availability: Callable[[KernelQuery], Availability]
+    fused_ring_availability: Callable[[KernelRequest], Availability]
 
 
 def _explain_in(
@@ -268,15 +268,15 @@ def _explain_in(
         q, _, v = shapes
         # Ulysses attention computes full sequences, in a single step.
         allows_tile_rounding = environment.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"
-        query = KernelQuery(device, dtype, q[-1], v[-1], allows_tile_rounding=allows_tile_rounding)
+        request = KernelRequest(device, dtype, q[-1], v[-1], allows_tile_rounding=allows_tile_rounding)
         if op == "ring_attention" and forward is not None and forward.schedule == FusedRing.name:
             forward, backward = _fused_ring_decisions(
-                forward, environment.fused_ring_availability(query), environment.message_backend()
+                forward, environment.fused_ring_availability(request), environment.message_backend()
             )
         if forward is not None and forward.schedule == FusedRing.name:
             provider = Provider(TRITON_KERNEL.name, "one launch of its kernel computes all steps of a forward")
         else:
-            provider = _step_provider(query)
+            provider = _step_provider(request)
     if op == "context_parallel_decode":
         provider = _decoding_provider(device, dtype, shapes[0], shapes[2][-1])
     tensors = ", ".join(
@@ -297,16 +297,16 @@ def _fused_ring_decisions(
     return (decision if availability else message_decision), message_decision
 
 
-def _step_provider(query: KernelQuery) -> Provider:
-    """Return the kernel for `query`, and the reason for the choice.
+def _step_provider(request: KernelRequest) -> Provider:
+    """Return the kernel for `request`, and the reason for the choice.
 
     `explain` does not know scores and masks, so the reason names the conditions that they must meet.
     """
-    kernel, reason = choose_kernel(query)
+    kernel, reason = choose_kernel(request)
     if kernel in (TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL):
-        condition = " and a mask of one tile" if query.allows_tile_rounding else ""
+        condition = " and a mask of one tile" if request.allows_tile_rounding else ""
         reason += f"; this holds for plain scores{condition}"
-    backward_kernel, backward_reason = choose_kernel(replace(query, is_backward=True))
+    backward_kernel, backward_reason = choose_kernel(replace(request, is_backward=True))
     if backward_kernel is not kernel:
         reason += f"; its backward uses {backward_kernel.name}: {backward_reason}"
     return Provider(kernel.name, reason)
@@ -314,12 +314,12 @@ def _step_provider(query: KernelQuery) -> Provider:
 
 def _decoding_provider(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     num_queries, head_dim = q_shape[1], q_shape[3]
-    query = KernelQuery(device, dtype, head_dim, v_head_dim)
-    if uses_decode_kernel(query, num_queries):
+    request = KernelRequest(device, dtype, head_dim, v_head_dim)
+    if uses_decode_kernel(request, num_queries):
         return Provider("triton", "its split-KV kernel computes the queries of all sequences in one launch")
     if num_queries <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")
-    return _step_provider(query)
+    return _step_provider(request)
 
 
 # -- keys for dispatch ------------------------------------------------------------------------------------------------

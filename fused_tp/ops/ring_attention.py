@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
+from fused_tp.attention.kernels.base import AttentionKernel, KernelRequest
 from fused_tp.attention.kernels.select import select_kernel
 from fused_tp.attention.kernels.triton import TRITON_KERNEL
 from fused_tp.attention.ring import RING_OP, LocalRing, RingCall, RingSaved, RingSchedule
@@ -202,8 +202,10 @@ def _select_ring(schedule: Schedule, a: _Args | _BackwardArgs) -> RingSchedule:
     if schedule.name == "fused_kernel":
         from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_on_all_ranks
 
-        query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], has_positive_scale=a.attention.scale > 0)
-        if fused_ring_available_on_all_ranks(group_by_name(a.group), query):
+        request = KernelRequest(
+            a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], has_positive_scale=a.attention.scale > 0
+        )
+        if fused_ring_available_on_all_ranks(group_by_name(a.group), request):
             return FusedRing(cast("FusedKernelSchedule", schedule))
     from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 

@@ -37,7 +37,7 @@ from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
 from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.attention.backward import flash_backward
 from fused_tp.triton_kernels.attention.forward import flash_attention
-from fused_tp.triton_kernels.attention.launch import Terms
+from fused_tp.triton_kernels.attention.launch import ScoreTerms
 from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
@@ -207,12 +207,12 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     rank_qkv = [x[:, query_indices] for x in (q, k, v)]
     keys_layout = make_keys_layout(plan, rank.rank, *rank_qkv[1:])
     if op == "ring_in_groups":
-        keys_layout = replace(keys_layout, groups=keys_layout.pairs)
+        keys_layout = replace(keys_layout, num_groups=keys_layout.num_pairs)
     # Leave 2 SMs free: the two relay kernels of a rank start while SMs are free, and may occupy one each.
     programs = max(1, rank.sms - 2)
 
     def attend(workspace: Any) -> list[Tensor]:
-        chunks, score_terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
+        chunks, score_terms = kv_chunks(plan, rank.rank), ScoreTerms(head_dim**-0.5)
         return [*ring_forward(*rank_qkv, chunks, score_terms, keys_layout, workspace=workspace, programs=programs)]
 
     def reference() -> list[Tensor]:
@@ -243,9 +243,9 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
 
     def attend(workspace: Any) -> list[Tensor]:
         out, lse = flash_attention(q, k, v, step, score_terms)
-        sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+        delta = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-        flash_backward(grad, q, k, v, lse, sums, *gradients, step, score_terms)
+        flash_backward(grad, q, k, v, lse, delta, *gradients, step, score_terms)
         return [out, lse, *(gradient.to(dtype) for gradient in gradients)]
 
     def reference() -> list[Tensor]:

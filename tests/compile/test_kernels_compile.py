@@ -48,7 +48,7 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
         for variant in all_variants((90,))
         if variant.kernel == kernel
         and variant.name.startswith("bf16 nt")
-        and variant.constants.FLATTEN
+        and variant.constants.FLATTENS_LOOP
         and variant.constants.BLOCK_N == 256
     )
     asm = compiled(variant).asm

@@ -141,12 +141,12 @@ def test_relays(world: int, seconds: float) -> None:
     with mock.patch.object(ring_keys, "LEAST_GROUP_BYTES", 1):
         k = torch.empty(1, 64, 6, 16, dtype=torch.bfloat16)
         layout = make_keys_layout(plan, 0, k, k)
-    assert layout.groups > layout.slots
+    assert layout.num_groups > layout.num_slots
     puller = ring_keys.KeysPuller(layout, workspace)
     loaded = {variant(one) for one in puller.relays_to_load()}
     pulls = [
         None,
-        *itertools.starmap(ring_keys._Pull, itertools.product(range(layout.groups), range(len(layout.chunks)))),
+        *itertools.starmap(ring_keys._Pull, itertools.product(range(layout.num_groups), range(len(layout.chunks)))),
     ]
     launched = {variant(puller.relay_launch(*pair)) for pair in itertools.product(pulls, pulls)}
     assert launched <= loaded

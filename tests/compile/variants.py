@@ -122,7 +122,7 @@ def _operands(kind: str, launch: Launch, layout: str) -> tuple[Tensor, Tensor]:
 def _matmul(kernel: str, arch: int, kind: str, launch: KernelLaunch, *words: str) -> Variant:
     _, _, given = launch
     c = given["C"]
-    flags = " split_store" * c.SPLIT_STORE + " flatten" * c.FLATTEN
+    flags = " split_store" * c.SPLITS_STORE + " flatten" * c.FLATTENS_LOOP
     config = f"{c.BLOCK_M}x{c.BLOCK_N}x{c.BLOCK_K} warps {given['num_warps']} stages {given['num_stages']}{flags}"
     how = "tma" if c.TMA else "" if "direct" in words else "pointers"
     return Variant(kernel, " ".join(filter(None, (kind, *words, how, config))), arch, launch, kind != "ieee")
@@ -215,7 +215,7 @@ def _steps(arch: int) -> Iterator[Variant]:
         )
         sums = [torch.empty(2, HEADS, SEQ) for _ in range(2)]
         configs = {
-            name: attention_config(name, arch, kind, max(head_dim, v_head_dim), plain=not rich)
+            name: attention_config(name, arch, kind, max(head_dim, v_head_dim), is_plain=not rich)
             for name in ("forward", "queries", "keys")
         }
         how: dict[str, Any] = {"precision": kind if kind in ("tf32", "ieee") else "ieee"}
@@ -253,7 +253,7 @@ def _ring(arch: int) -> Iterator[Variant]:
         yield Variant("ring_stage", kind, arch, ring_keys.stage_launch(k, k, layout, workspace, 4), False)
     yield Variant("ring_relay", "", arch, ring_keys.KeysPuller(layout, workspace).relay_launch(None, None), False)
     for kind, head_dim, v_head_dim, rich in _attention(arch):
-        config = attention_config("ring", arch, kind, max(head_dim, v_head_dim), plain=not rich)
+        config = attention_config("ring", arch, kind, max(head_dim, v_head_dim), is_plain=not rich)
         q, k = (empty(kind, 2, SEQ, heads, head_dim) for heads in (HEADS, KV_HEADS))
         v, out = (empty(kind, 2, SEQ, heads, v_head_dim) for heads in (KV_HEADS, HEADS))
         launch = ring_forward._make_launch(
@@ -272,11 +272,11 @@ def _decode(arch: int) -> Iterator[Variant]:
         config = decode_config(kind, head_dim, rows)
         q, cache = empty(kind, 2, rows // 2, HEADS, head_dim), empty(kind, 16, SEQ, KV_HEADS, head_dim)
         seen, table = torch.empty(2, rows // 2, dtype=torch.int32), torch.empty(2, 16, dtype=torch.int32)
-        pages = {"pages": table, "places": seen, "k_indices": table} if rich else {}
+        pages = {"pages": table, "q_positions": seen, "k_indices": table} if rich else {}
         cache, terms = cache if rich else cache[:2], _scores(rich, dropout=False)
         with noted() as found:
             splits = 1 if rich else 2
-            decode.flash_decode(q, cache, cache, seen, seen, SEQ, terms, splits=splits, config=config, **pages)
+            decode.flash_decode(q, cache, cache, seen, seen, SEQ, terms, num_splits=splits, config=config, **pages)
         # Few rows do not fill a tile of wgmma or tcgen05, and reading the cache bounds the time anyway.
         units = arch == 80 and kind != "ieee"
         yield Variant("attention decode", f"{kind} {head_dim} {'rich, paged ' * rich}{config}", arch, found[0], units)

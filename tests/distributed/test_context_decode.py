@@ -75,10 +75,10 @@ def keywords(one: Case) -> dict[str, Any]:
 
 def held(x: Tensor, lengths: list[int], distribution: BlockCyclicLayout) -> Tensor:
     """Shard of x on this rank, with NaN in unused rows."""
-    rows = max(distribution.count(length) for length in lengths) + 3
+    rows = max(distribution.count_before(length) for length in lengths) + 3
     shard = x.new_full((x.shape[0], rows, *x.shape[2:]), torch.nan)
     for text, length in enumerate(lengths):
-        own = torch.from_numpy(distribution.indices(0, distribution.count(length)))
+        own = torch.from_numpy(distribution.indices(0, distribution.count_before(length)))
         shard[text, : len(own)] = x[text, own]
     return shard
 
@@ -264,7 +264,7 @@ def test_caches(group: dist.ProcessGroup, world_size: int, route: str) -> None:
     one, other = pool.allocate(), pool.allocate()
     pool.batch([one]).append(k[:1, :40], v[:1, :40])
     used = 20 - pool.free_pages
-    assert used == -(-BlockCyclicLayout(group.size(), 0, 3).count(40) // 4)
+    assert used == -(-BlockCyclicLayout(group.size(), 0, 3).count_before(40) // 4)
     pool.batch([other]).append(k[1:, :11], v[1:, :11])
     pool.batch([other, one]).append(k[[1, 0], 50:51], v[[1, 0], 50:51])
     assert (pool.length_of(one), pool.length_of(other)) == (41, 12)

@@ -151,7 +151,7 @@ def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Te
 
     def filled(cls: type[SoftmaxState], q: Tensor, v_head_dim: int) -> SoftmaxState:
         state: SoftmaxState = made(cls, q, v_head_dim)
-        for x in (state.weighted, state.highest, state.total):
+        for x in (state.acc, state.row_max, state.row_sum):
             x.fill_(torch.nan)
         return state
 

@@ -46,7 +46,7 @@ def generated(model: Any, tokens: Tensor, **keywords: Any) -> Any:
 
 def held(cache: Any) -> list[list[int]]:
     """Number of tokens of each text and layer on this rank."""
-    return [[layer.cache._layout.count(n) for n in layer.cache.lengths] for layer in cache.layers]
+    return [[layer.cache._layout.count_before(n) for n in layer.cache.lengths] for layer in cache.layers]
 
 
 WINDOWS: dict[str, Any] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_tp.attention.layout import TokenRanges
 from fused_tp.attention.ring_plan import Step, make_step
-from fused_tp.attention.softmax import SoftmaxState, compute_row_sums, compute_sink_gradient
+from fused_tp.attention.softmax import SoftmaxState, compute_delta, compute_sink_gradient
 from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
 from tests.attention_reference import dense, dense_attention
 from tests.kernels.ranks import interpreted_ranks
@@ -140,7 +140,7 @@ def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
     flash, own = kernels(), terms(c.scores)
     out, found = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
     lse = found if lse is None else lse
-    sums = compute_row_sums(c.grad_out, c.out.to(c.q.dtype), None)
+    sums = compute_delta(c.grad_out, c.out.to(c.q.dtype), None)
     results = {name: torch.zeros(x.shape) for name, x in (("q", c.q), ("k", c.k), ("v", c.v))}
     d_slopes = None if c.scores.alibi_slopes is None else torch.zeros(c.q.shape[2])
     flash.flash_backward(
@@ -254,8 +254,8 @@ def states(_group: dist.ProcessGroup) -> None:
 
     def fold(state: SoftmaxState, keys: slice, fresh: bool = False) -> SoftmaxState:
         step = make_step(AttentionMask(37, 37), TokenRanges((range(37),)), TokenRanges((range(keys.start, keys.stop),)))
-        sums = (state.weighted, state.highest, state.total)
-        flash.flash_forward(c.q, c.k[:, keys], c.v[:, keys], step, own, sums, fresh=fresh, config=tile())
+        sums = (state.acc, state.row_max, state.row_sum)
+        flash.flash_forward(c.q, c.k[:, keys], c.v[:, keys], step, own, sums, is_uninitialized=fresh, config=tile())
         return state
 
     def filled(value: float) -> SoftmaxState:
@@ -264,15 +264,15 @@ def states(_group: dist.ProcessGroup) -> None:
 
     whole = fold(SoftmaxState.empty(c.q, 16), slice(0, 37))
     for fresh in (fold(filled(torch.nan), slice(0, 37), True),):
-        assert all(torch.equal(getattr(whole, n), getattr(fresh, n)) for n in ("weighted", "highest", "total"))
+        assert all(torch.equal(getattr(whole, n), getattr(fresh, n)) for n in ("acc", "row_max", "row_sum"))
     # Blocks of 16 keys in one launch or in three: rescaling does not round, so the bits are the same.
     parts = SoftmaxState.empty(c.q, 16)
     for keys in (slice(0, 16), slice(16, 32), slice(32, 37)):
         fold(parts, keys)
-    assert all(torch.equal(getattr(whole, n), getattr(parts, n)) for n in ("weighted", "highest", "total"))
+    assert all(torch.equal(getattr(whole, n), getattr(parts, n)) for n in ("acc", "row_max", "row_sum"))
     other = SoftmaxState.empty(c.q, 16)
     fold(other, slice(0, 16))
-    other = SoftmaxState(other.weighted * 0.3, other.highest - torch.tensor(0.3).log(), other.total * 0.3)
+    other = SoftmaxState(other.acc * 0.3, other.row_max - torch.tensor(0.3).log(), other.row_sum * 0.3)
     out, lse = fold(other, slice(16, 37)).finalize(torch.float32)
     torch.testing.assert_close((out, lse), whole.finalize(torch.float32), rtol=2e-6, atol=2e-6)
 
@@ -331,10 +331,10 @@ def strides(_group: dist.ProcessGroup) -> None:
     weighted, dq, dk, dv = (x[:, 1:-1, :, :16] for x in wide)
     highest, total = (x[..., 1:-1] for x in log)
     flash, own = kernels(), terms(c.scores)
-    flash.flash_forward(q, k, v, c.step, own, (weighted, highest, total), fresh=True, config=tile())
+    flash.flash_forward(q, k, v, c.step, own, (weighted, highest, total), is_uninitialized=True, config=tile())
     out, _ = SoftmaxState(weighted.clone(), highest, total).finalize(torch.float32)
     torch.testing.assert_close(out, first["out"], rtol=1e-6, atol=1e-6)
-    sums = compute_row_sums(c.grad_out, c.out.float(), None)
+    sums = compute_delta(c.grad_out, c.out.float(), None)
     for x in (dq, dk, dv):
         x.zero_()
     flash.flash_backward(
@@ -354,12 +354,12 @@ def errors(_group: dist.ProcessGroup) -> None:
     check_row_strides(q=c.q)
     with pytest.raises(ValueError, match="rows of q are 8388608 elements apart"):
         check_row_strides(k=c.k, q=far)
-    from fused_tp.attention.kernels.base import KernelQuery
+    from fused_tp.attention.kernels.base import KernelRequest
     from fused_tp.attention.kernels.triton import triton_availability
 
     cpu = torch.device("cpu")
-    assert triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 256))
-    assert "head dims must be from 1 to 256" in triton_availability(KernelQuery(cpu, torch.bfloat16, 64, 320)).reason
+    assert triton_availability(KernelRequest(cpu, torch.bfloat16, 64, 256))
+    assert "head dims must be from 1 to 256" in triton_availability(KernelRequest(cpu, torch.bfloat16, 64, 320)).reason
 
 
 CONTRACTS = (vectors_of_heads, dropout_bits, states, leaks, strides)

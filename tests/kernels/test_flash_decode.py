@@ -50,13 +50,13 @@ def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int
 
     def in_parts(*args: Any, **keywords: Any) -> Tensor:
         parts.append((1, 3, 4)[len(parts) % 3])
-        found: Tensor = whole(*args, **keywords, splits=parts[-1])
+        found: Tensor = whole(*args, **keywords, num_splits=parts[-1])
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSED_TP_ATTENTION", "triton")
         patch.setattr(flash, "flash_decode", in_parts)
-        patch.setattr(flash, "decode_config", lambda *args: replace(shipped(*args), block=16))
+        patch.setattr(flash, "decode_config", lambda *args: replace(shipped(*args), block_size=16))
         return parts, decoded_by_ranks(group, cases)
 
 
@@ -74,7 +74,7 @@ def test_is_attention_over_the_whole_cache(world_size: int, names: list[str]) ->
 @interpreted(1)
 def test_the_kernel_by_itself(group: dist.ProcessGroup) -> None:
     """Any number of splits, also the default for the machine, changes out only by rounding; k and v may be views."""
-    from fused_tp.triton_kernels.attention.launch import Terms
+    from fused_tp.triton_kernels.attention.launch import ScoreTerms
 
     flash, keys = kernels(), 700
     q, both = seeded(2, 1, 4, 16), seeded(2, keys, 2, 2, 16, seed=1)
@@ -83,10 +83,10 @@ def test_the_kernel_by_itself(group: dist.ProcessGroup) -> None:
     stops[1], starts[1] = 333, 333  # sees nothing
 
     def run(**keywords: Any) -> Tensor:
-        found: Tensor = flash.flash_decode(q, k, v, starts, stops, keys, Terms(0.25), **keywords)
+        found: Tensor = flash.flash_decode(q, k, v, starts, stops, keys, ScoreTerms(0.25), **keywords)
         return found
 
-    alone = run(splits=1)
+    alone = run(num_splits=1)
     seen = torch.ones(1, keys, dtype=torch.bool)
     q64, k64, v64 = (x[:1].double() for x in (q, k, v))
     wanted, lse = dense_attention(q64, k64, v64, seen, torch.zeros(1, keys), scale=0.25)
@@ -94,7 +94,7 @@ def test_the_kernel_by_itself(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(alone[:1, ..., 16].double(), lse.transpose(1, 2), rtol=1e-6, atol=1e-6)
     assert not alone[1, ..., :16].any() and bool((alone[1, ..., 16] == -torch.inf).all())
     for splits in (None, 2, 700):
-        torch.testing.assert_close(run(splits=splits), alone, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(run(num_splits=splits), alone, rtol=1e-6, atol=1e-6)
     assert torch.equal(run(), run())
 
 

@@ -30,7 +30,7 @@ from fused_tp.triton_kernels.comm.signals import (
     flag_bytes,
     is_last,
     needed_bytes,
-    put,
+    signal,
     wait,
 )
 from fused_tp.triton_kernels.gemm.gemm_sum import slot_pointers, store_slot
@@ -47,7 +47,7 @@ def ring_kernel(x_ptr, out_ptr, ws, rank, offset, WORLD: tl.constexpr):
     tile = tl.program_id(0)
     places = tile * 256 + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     store_slot(call, (rank + 1) % WORLD, tile, tl.load(x_ptr + places), offset, tl.float32)
-    put(call, (rank + 1) % WORLD, WORLD + tile, True)
+    signal(call, (rank + 1) % WORLD, WORLD + tile, True)
     wait(call, WORLD + tile, (rank + WORLD - 1) % WORLD, tile, WORLD, OP)
     tl.store(out_ptr + places, tl.load(slot_pointers(call, rank, tile, offset, tl.float32, 16, 16)))
     end(call, WORLD, OP)
@@ -74,7 +74,7 @@ def ring(workspace, x):
 @triton.jit
 def give_up_kernel(ws, rank, good, WORLD: tl.constexpr):
     call = begin(ws, rank, WORLD)
-    put(call, (rank + 1) % WORLD, WORLD, good != 0)
+    signal(call, (rank + 1) % WORLD, WORLD, good != 0)
     wait(call, WORLD, (rank + WORLD - 1) % WORLD, 5, WORLD, OP)
     end(call, WORLD, OP)
 

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_tp.attention.kernels import select, triton
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums, KernelRequest
 from fused_tp.attention.kernels.native import NATIVE_KERNEL, NativeCpu
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL, ReferenceKernel
 from fused_tp.attention.kernels.select import choose_kernel, select_kernel
@@ -168,7 +168,7 @@ def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert select_kernel(q.to("meta"), q.to("meta"), PLAIN) is REFERENCE_KERNEL
 
-    cuda = partial(KernelQuery, torch.device("cuda"), torch.bfloat16, 128, 128)
+    cuda = partial(KernelRequest, torch.device("cuda"), torch.bfloat16, 128, 128)
     monkeypatch.setattr(triton, "triton_availability", lambda query: AVAILABLE)
     select._choose_kernel.cache_clear()
     for wanted, name in (
@@ -205,7 +205,7 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
     table = tmp_path / "dispatch.json"
     table.write_text(json.dumps({"arch": dispatch.load_table(), "attention": rules}))
     monkeypatch.setenv("FUSED_TP_TABLE", str(table))
-    cpu = partial(KernelQuery, torch.device("cpu"))
+    cpu = partial(KernelRequest, torch.device("cpu"))
     for wanted, name in (
         (cpu(torch.float32, 64, 64), "native-cpu"),
         (cpu(torch.float32, 64, 64, is_backward=True), "native-cpu"),
@@ -342,7 +342,7 @@ def test_long_sequences_on_any_number_of_threads(name: str, dtype: torch.dtype, 
     for count in (1, 2, 3, 2):
         with threads(count):
             state = forward(kernel, mask, scores, x)
-            sums = [t.clone() for t in (state.weighted, state.highest, state.total)]
+            sums = [t.clone() for t in (state.acc, state.row_max, state.row_sum)]
             found.append([*backward(kernel, mask, scores, x, *state.finalize(dtype), start=3.0), *sums])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -365,7 +365,7 @@ def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) ->
 
     def run(x: Inputs) -> tuple[SoftmaxState, Gradients]:
         state = forward(provider, mask, scores, x)
-        kept = SoftmaxState(state.weighted.clone(), state.highest, state.total)
+        kept = SoftmaxState(state.acc.clone(), state.row_max, state.row_sum)
         return kept, backward(provider, mask, scores, x, *state.finalize(torch.float32))
 
     before, grads_before = run(inputs(mask, dtype))
@@ -375,12 +375,12 @@ def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) ->
             x = inputs(mask, dtype)
             getattr(x, changed)[:, token] = value
             after, grads = run(x)
-            for a, b in ((before.weighted, after.weighted), (grads_before.dq, grads.dq)):
+            for a, b in ((before.acc, after.acc), (grads_before.dq, grads.dq)):
                 assert torch.equal(bits(a[:, blind]), bits(b[:, blind]))
-            for a, b in ((before.highest, after.highest), (before.total, after.total)):
+            for a, b in ((before.row_max, after.row_max), (before.row_sum, after.row_sum)):
                 assert torch.equal(bits(a[..., blind]), bits(b[..., blind]))
             if value != value:
-                assert after.weighted[:, ~blind].isnan().all() and grads.dq[:, ~blind].isnan().all()
+                assert after.acc[:, ~blind].isnan().all() and grads.dq[:, ~blind].isnan().all()
         unseen = torch.ones(mask.seq_len_kv, dtype=torch.bool)
         unseen[int(starts[token]) : int(stops[token])] = False  # keys that this query does not see
         for changed in ("q", "grad_out"):
@@ -402,14 +402,14 @@ def test_rows_that_see_nothing(isa: str) -> None:
     state = SoftmaxState(
         torch.randn(1, 60, 2, 16), 10 * torch.randn(1, 2, 60), torch.rand(1, 2, 60)
     )  # as earlier steps may leave it
-    before = SoftmaxState(state.weighted.clone(), state.highest.clone(), state.total.clone())
+    before = SoftmaxState(state.acc.clone(), state.row_max.clone(), state.row_sum.clone())
     provider.forward(step, scores, x.q[:, rows], x.k, x.v, state.rows(step.q_start, step.q_stop))
     _, starts, stops = map(torch.from_numpy, mask.visible_intervals(np.arange(mask.seq_len)))
     blind = starts >= stops
     assert blind.sum() > 20
-    assert torch.equal(state.weighted[:, blind], before.weighted[:, blind])
-    assert torch.equal(state.highest[..., blind], before.highest[..., blind])
-    assert torch.equal(state.total[..., blind], before.total[..., blind])
+    assert torch.equal(state.acc[:, blind], before.acc[:, blind])
+    assert torch.equal(state.row_max[..., blind], before.row_max[..., blind])
+    assert torch.equal(state.row_sum[..., blind], before.row_sum[..., blind])
     # A row with lse -inf contributes nothing, although the mask shows it keys.
     out, lse, _ = whole_reference(mask, scores, x)
     lse[..., 15] = -torch.inf
@@ -449,7 +449,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
     x = inputs(mask, torch.float32)
 
     def run() -> Tensor:
-        return forward(NativeCpu(), mask, ScoreParameters(0.2), x).weighted
+        return forward(NativeCpu(), mask, ScoreParameters(0.2), x).acc
 
     with threads(2):
         wanted = run()
@@ -466,7 +466,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
         if child == 0:  # without torch's own threads, so torch must not compute here
             signal.alarm(20)
             NativeCpu().forward(step, ScoreParameters(0.2), x.q, x.k, x.v, state)
-            os._exit(0 if state.weighted.numpy().tobytes() == wanted.numpy().tobytes() else 1)
+            os._exit(0 if state.acc.numpy().tobytes() == wanted.numpy().tobytes() else 1)
         assert os.waitpid(child, 0)[1] == 0
 
 
@@ -501,7 +501,9 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     made.clear()
     lse = state.finalize(torch.float32)[1]
     sums = GradientSums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
-    NativeCpu().backward(step, scores, StepRows(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
+    NativeCpu().backward(
+        step, scores, BackwardTensors(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums
+    )
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")

@@ -133,9 +133,9 @@ def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], 
     assert np.array_equal((i >= first) & (i < last), inside)
     assert first.dtype == last.dtype == step.starts.dtype == step.stops.dtype == np.int32
     on = step.index_tensors_on(torch.device("cpu"))
-    for name in ("starts", "stops", "places", "q_indices", "k_indices"):
+    for name in ("starts", "stops", "q_positions", "q_indices", "k_indices"):
         assert on[name].dtype == torch.int32 and np.array_equal(on[name], getattr(step, name))
-    assert np.array_equal(on["last"], last) and np.array_equal(on["first"], first)
+    assert np.array_equal(on["query_stops"], last) and np.array_equal(on["query_starts"], first)
     assert step.index_tensors_on(torch.device("cpu")) is on
 
 
@@ -180,7 +180,7 @@ def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: 
             step = plan.step(rank, t)
             assert step is plan.step(rank, t)
             check_step(step, queries, keys, dense)
-            assert np.array_equal(step.places, places[step.q_indices])
+            assert np.array_equal(step.q_positions, places[step.q_indices])
             here = dense[np.ix_(queries, keys)]
             seen = np.flatnonzero(here.any(0))
             assert set(seen) <= set(needed.indices) and len(needed.ranges) <= max(1, len(plan.queries[rank].ranges))

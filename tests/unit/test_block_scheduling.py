@@ -88,7 +88,7 @@ def test_nothing_gets_stuck(kernels: list[Kernel], sms: int, priority: int, clus
 
 @pytest.mark.full
 def test_relays_of_the_least_priority_get_stuck_behind_a_cluster() -> None:
-    """The model finds the deadlock that `own_streams(urgent=True)` prevents."""
+    """The model finds the deadlock that `own_streams(has_high_priority=True)` prevents."""
     for behind in (LEAST, HIGH):
         model = Model([*ring(LEAST, 2, copies=1), foreign(behind, True)])
         state, count, _ = model.stuck()

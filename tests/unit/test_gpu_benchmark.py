@@ -194,7 +194,9 @@ def pretended_gpu() -> Iterator[GpuContext]:
         "get_device_capability": lambda device=None: (9, 0),
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(streams, "own_streams", lambda owner, device, count, urgent=False: [Stream() for _ in range(count)])
+    patch.setattr(
+        streams, "own_streams", lambda owner, device, count, has_high_priority=False: [Stream() for _ in range(count)]
+    )
     try:
         yield GpuContext(torch.device("cpu"))
     finally:

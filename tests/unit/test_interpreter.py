@@ -8,7 +8,7 @@ import torch
 import triton
 
 from fused_tp.attention.kernels import triton as attention
-from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.base import KernelRequest
 from fused_tp.triton_kernels.language import interpreter_obstacle
 
 pytestmark = pytest.mark.full
@@ -33,5 +33,5 @@ def test_attention_goes_without_kernels_that_cannot_be_loaded(monkeypatch: pytes
         raise ImportError("of two versions")
 
     monkeypatch.setattr(attention, "_load_kernels", broken)
-    available = attention.triton_availability(KernelQuery(torch.device("cpu"), torch.bfloat16, 64, 64))
+    available = attention.triton_availability(KernelRequest(torch.device("cpu"), torch.bfloat16, 64, 64))
     assert available.reason == "the Triton kernels cannot be loaded (of two versions)"

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 class Memory:
     rank, world_size, arch, sms = 0, 2, 0, 1
     device = serialized_by = torch.device("cpu")
-    rescue = object()  # a stream
+    rescue_stream = object()  # a stream
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
@@ -45,8 +45,8 @@ class GaveUp(Said):
     gave_up = True
 
 
-def workspace_of(buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue: Any) -> mock.Mock:
-    assert rescue is Memory.rescue or rescue is None  # None: of ranks that are threads on a CPU
+def workspace_of(buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue_stream: Any) -> mock.Mock:
+    assert rescue_stream is Memory.rescue_stream or rescue_stream is None  # None: of ranks that are threads on a CPU
     return mock.Mock(state=buffer, expired_wait=mock.Mock(return_value=None))
 
 

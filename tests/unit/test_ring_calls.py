@@ -28,7 +28,7 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
     """Variants of all kernels that rank 0 of 2 launches for a sequence with that mask."""
     from fused_tp.triton_kernels.attention import ring_forward, ring_keys
     from fused_tp.triton_kernels.attention.configs import AttentionConfig
-    from fused_tp.triton_kernels.attention.launch import Terms
+    from fused_tp.triton_kernels.attention.launch import ScoreTerms
     from fused_tp.triton_kernels.comm.signals import WorkspaceArguments
 
     q = torch.empty(1, seq // 2, 4, head_dim, dtype=torch.bfloat16)
@@ -51,14 +51,14 @@ def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float 
         q,
         q.new_empty((1, 4, seq // 2), dtype=torch.float32),
         kv_chunks(plan, 0),
-        Terms(0.25, softcap),
+        ScoreTerms(0.25, softcap),
         layout,
         workspace,
         4,
         None,
         "ieee",
         AttentionConfig(16, 16, 4, 1, False),
-        range(layout.groups),
+        range(layout.num_groups),
     )
     stage = ring_keys.stage_launch(q, q, layout, workspace, 4)
     relays = ring_keys.KeysPuller(layout, workspace).relays_to_load()

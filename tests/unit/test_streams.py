@@ -36,7 +36,7 @@ class Owner:
 def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(100))
 
-    def create(index: int, urgent: bool) -> int:
+    def create(index: int, has_high_priority: bool) -> int:
         gc.collect()
         return next(numbers)
 
@@ -59,7 +59,9 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
     finally:
         gc.enable()
     assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
-    assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # streams of another priority are not reused
+    assert streams.own_streams(streams, device, 1, has_high_priority=True) == [
+        3
+    ]  # streams of another priority are not reused
 
 
 @pytest.mark.parametrize(
@@ -97,15 +99,15 @@ class Driver:
 
 def test_what_a_kernel_waits_for_has_the_greatest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    assert [streams.new_stream(driver, 0), streams.new_stream(driver, 0, urgent=True)] == [7, 7]
+    assert [streams.new_stream(driver, 0), streams.new_stream(driver, 0, has_high_priority=True)] == [7, 7]
     assert driver.priorities == [0, -5]
 
-    def asked(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> None:
-        raise LookupError(f"{count} streams, urgent: {urgent}")
+    def asked(owner: object, device: torch.device, count: int, *, has_high_priority: bool = False) -> None:
+        raise LookupError(f"{count} streams, has_high_priority: {has_high_priority}")
 
     monkeypatch.setattr(ring_keys, "own_streams", asked)
     buffer, handle = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)), SimpleNamespace(world_size=3)
-    with pytest.raises(LookupError, match="2 streams, urgent: True"):
+    with pytest.raises(LookupError, match="2 streams, has_high_priority: True"):
         ring_keys.RingWorkspace(cast("Any", buffer), cast("Any", handle), timeout_seconds=1)
 
 
@@ -122,18 +124,18 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     library, count = ctypes.CDLL(str(gpu_double())), double_knobs().cuda_double_streams_made
     before = count()
 
-    def create(index: int, urgent: bool) -> Any:
-        return SimpleNamespace(cuda_stream=streams.new_stream(library, index, urgent))
+    def create(index: int, has_high_priority: bool) -> Any:
+        return SimpleNamespace(cuda_stream=streams.new_stream(library, index, has_high_priority))
 
     def own_streams(rank: LocalRank, owner: object, count: int) -> Any:
-        return streams.own_streams(owner, torch.device("cuda", 0), count, urgent=True)
+        return streams.own_streams(owner, torch.device("cuda", 0), count, has_high_priority=True)
 
-    rescue = cached_property(lambda rank: rank.own_streams(rank, 1)[0])
-    rescue.__set_name__(LocalRank, "rescue")
+    rescue_stream = cached_property(lambda rank: rank.own_streams(rank, 1)[0])
+    rescue_stream.__set_name__(LocalRank, "rescue_stream")
     monkeypatch.setattr(streams, "_create_stream", create)
     monkeypatch.setattr(streams, "_free_streams", {})
     monkeypatch.setattr(LocalRank, "own_streams", own_streams)
-    monkeypatch.setattr(LocalRank, "rescue", rescue)
+    monkeypatch.setattr(LocalRank, "rescue_stream", rescue_stream)
     yield lambda: count() - before
     gc.collect()  # finalizers return streams to this test's pool, before it is undone
     use_driver(None)
@@ -167,8 +169,8 @@ def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
     monkeypatch.setattr(ring_keys.GatherWorkspace, "__init__", lambda self, *_, **__: None)  # the ring's own are made
 
     def ranks(rank: LocalRank) -> object:
-        def make(buffer: Any, handle: Any, *, timeout_seconds: float, rescue: Any) -> Any:
-            assert rescue is rank.rescue
+        def make(buffer: Any, handle: Any, *, timeout_seconds: float, rescue_stream: Any) -> Any:
+            assert rescue_stream is rank.rescue_stream
             return SimpleNamespace(state=torch.empty(0), expired_wait=lambda: None, buffer=buffer)
 
         def make_ring(buffer: Any, handle: Any, **how: Any) -> Any:

@@ -2,6 +2,6 @@
 
 from .backward import flash_backward
 from .forward import flash_attention, flash_forward
-from .launch import DropoutArguments, Terms, obstacle
+from .launch import DropoutArguments, ScoreTerms, obstacle
 
-__all__ = ["DropoutArguments", "Terms", "flash_attention", "flash_backward", "flash_forward", "obstacle"]
+__all__ = ["DropoutArguments", "ScoreTerms", "flash_attention", "flash_backward", "flash_forward", "obstacle"]

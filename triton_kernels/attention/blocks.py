@@ -2,10 +2,12 @@
 
 Offsets of a row are 64-bit, those inside a block 32-bit. Head dims that are not a power of 2 are padded with zeros.
 
-    score = cap(scale * q.k) - slope * |place of q - index of k|        cap(x) = softcap * tanh(x / softcap)
+    score = cap(scale * q.k) - slope * |position of q - index of k|     cap(x) = softcap * tanh(x / softcap)
     p     = exp(score - lse) = 2^(score * log2(e) - ...)
 
-The kernels work in base 2: plain scores stay products until the exponent, where one multiply-add scales and subtracts;
+The position of a query is on the axis of the keys (`fused_tp.attention.spec`).
+
+The kernels work in base 2. Plain scores stay products until the exponent, where one multiply-add scales and subtracts;
 `scores_from_products` scales all others. Its result times `base_2_factor` (1 unless plain) is a score in base 2.
 
 Dropout is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): key (seed low, seed
@@ -29,7 +31,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments that launches leave unspecialized, so that no kernel is recompiled for a round value. (Triton always
 # specializes integers inside a tuple, so these are separate arguments.)
 UNSPECIALIZED = (
-    *("tile_count", "heads", "batch_heads", "together", "shared"),
+    *("tile_count", "heads", "batch_heads", "interleaved_heads", "heads_per_kv_head"),
     *("seed_low", "seed_high", "dropped_below", "first_head"),
 )
 
@@ -49,11 +51,11 @@ class HeadRows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """int32 vectors: the interval [first, last) of keys (or queries) that each row sees, and positions of tokens."""
+    """int32 vectors: the interval [start, stop) of keys (or queries) that each row sees, and positions of tokens."""
 
-    first: Any
-    last: Any
-    places: Any  # of queries, for slopes
+    starts: Any
+    stops: Any
+    q_positions: Any  # on the axis of the keys, for slopes
     q_indices: Any  # for dropout
     k_indices: Any  # for slopes and dropout
 
@@ -75,7 +77,7 @@ class Score(NamedTuple):
     softcap: Any
     keep_scale: Any
     batch: Any
-    head: Any  # number among all heads, not only those of this rank
+    head: Any  # index among the heads of all ranks
     seed_low: Any
     seed_high: Any
     dropped_below: Any
@@ -87,7 +89,7 @@ class Tile(NamedTuple):
     All rows see all of a block that begins in [full_begin, full_end).
     """
 
-    number: Any
+    index: Any
     batch: Any
     head: Any
     row: Any
@@ -98,13 +100,13 @@ class Tile(NamedTuple):
     full_end: Any
 
 
-class SeenKeys(NamedTuple):
-    """Vectors over the rows of a tile: the interval that a row sees, its place (slopes) and its index (dropout)."""
+class VisibleKeys(NamedTuple):
+    """Vectors over the rows of a tile: the interval of keys that each row sees, and where its token is."""
 
-    first: Any
-    last: Any
-    place: Any
-    index: Any
+    start: Any
+    stop: Any
+    q_position: Any  # on the axis of the keys, for slopes
+    q_index: Any  # for dropout
 
 
 class AttentionConstants(NamedTuple):
@@ -121,43 +123,43 @@ class AttentionConstants(NamedTuple):
     CAPPED: bool = False
     ALIBI: bool = False
     DROPOUT: bool = False
-    FIRST: bool = False  # forward: there is no state to read
+    IS_FIRST_STEP: bool = False  # forward: there is no state to read
 
 
 # -- tiles and rows ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def program_tile(tiles, tile_count, heads, batch_heads, together):
+def program_tile(tiles, tile_count, heads, batch_heads, interleaved_heads):
     """Return the `Tile` of this program.
 
-    `together` heads alternate, so that their operands stay in L2. Their tiles with most work are first, so that none
-    ends late.
+    The tiles of `interleaved_heads` heads alternate, so that their operands stay in L2. Tiles with most work are first,
+    so that none ends late.
     """
-    index = tl.program_id(0)
-    group = index // (together * tile_count)
-    within = index % (together * tile_count)
-    size = tl.minimum(batch_heads - group * together, together)
-    number = within // size
-    tile = tiles + number * COLUMNS
-    batch_head = group * together + within % size
+    program = tl.program_id(0)
+    group = program // (interleaved_heads * tile_count)
+    index_in_group = program % (interleaved_heads * tile_count)
+    group_heads = tl.minimum(batch_heads - group * interleaved_heads, interleaved_heads)
+    tile_index = index_in_group // group_heads
+    tile = tiles + tile_index * COLUMNS
+    batch_and_head = group * interleaved_heads + index_in_group % group_heads
     return Tile(
-        number, batch_head // heads, batch_head % heads, tl.load(tile), tl.load(tile + 1), tl.load(tile + 2),
-        tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5),
+        tile_index, batch_and_head // heads, batch_and_head % heads, tl.load(tile), tl.load(tile + 1),
+        tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5),
     )  # fmt: skip
 
 
 @triton.jit
-def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
+def count_masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
     """Return the number of blocks that need a mask."""
     return (full_begin - begin) // BLOCK + tl.cdiv(end - full_end, BLOCK)
 
 
 @triton.jit
-def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
-    """First row of masked block number `index`: masked blocks before the full ones, then those after them."""
-    before = (full_begin - begin) // BLOCK
-    return tl.where(index < before, begin + index * BLOCK, full_end + (index - before) * BLOCK)
+def masked_block_start(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
+    """Return the first row of masked block `index`: masked blocks before the full ones, then those after them."""
+    num_before = (full_begin - begin) // BLOCK
+    return tl.where(index < num_before, begin + index * BLOCK, full_end + (index - num_before) * BLOCK)
 
 
 @triton.jit
@@ -177,10 +179,10 @@ def head_vector(x, batch, head):
 @triton.jit
 def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
     """Return (pointers, mask) [BLOCK, PADDED] of `HeadRows` from `row` on, before `end`, of WIDTH elements."""
-    lines = tl.arange(0, BLOCK)[:, None]
+    block_rows = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, PADDED)[None, :]
-    pointers = rows.ptr + tl.cast(row, tl.int64) * rows.stride + (lines * rows.stride + columns)
-    mask = row + lines < end
+    pointers = rows.ptr + tl.cast(row, tl.int64) * rows.stride + (block_rows * rows.stride + columns)
+    mask = row + block_rows < end
     if WIDTH != PADDED:
         mask = mask & (columns < WIDTH)
     return pointers, mask
@@ -194,10 +196,10 @@ def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED:
 
 
 @triton.jit
-def load_whole(
+def load_full_block(
     x, rows, batch, head, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
 ):
-    """Block [BLOCK, PADDED] of `HeadRows`, all of which exist; with TMA `x` is a descriptor of [B, H, S, D]."""
+    """Return a block [BLOCK, PADDED] of `HeadRows` that all exist; with TMA `x` is a descriptor of [B, H, S, D]."""
     if TMA:
         return x.load([batch, head, row, 0]).reshape(BLOCK, PADDED)
     else:
@@ -231,11 +233,11 @@ def add_block(rows, values, row, end, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    COUNT: tl.constexpr = values.shape[1]
-    LEFT: tl.constexpr = WIDTH - FIRST if WIDTH - FIRST < COUNT else COUNT
-    columns = HeadRows(rows.ptr + FIRST, rows.stride)
-    pointers, mask = block_pointers(columns, row, end, LEFT, values.shape[0], COUNT)
+def _add_columns(rows, values, row, end, FIRST_COLUMN: tl.constexpr, WIDTH: tl.constexpr):
+    NUM_COLUMNS: tl.constexpr = values.shape[1]
+    NUM_VALID: tl.constexpr = WIDTH - FIRST_COLUMN if WIDTH - FIRST_COLUMN < NUM_COLUMNS else NUM_COLUMNS
+    columns = HeadRows(rows.ptr + FIRST_COLUMN, rows.stride)
+    pointers, mask = block_pointers(columns, row, end, NUM_VALID, values.shape[0], NUM_COLUMNS)
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + values, mask=mask)
 
 
@@ -248,23 +250,23 @@ def load_vector(base, row, end, BLOCK: tl.constexpr, other):
 
 @triton.jit
 def load_lse(base, row, end, BLOCK: tl.constexpr):
-    """Block [BLOCK] of lse; +inf from `end` on and for rows that have seen nothing, since 2^(score - inf) is 0."""
+    """Return a block [BLOCK] of lse; +inf from `end` on and for rows that see no keys, since 2^(score - inf) is 0."""
     lse = load_vector(base, row, end, BLOCK, float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
-def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
-    """Return `SeenKeys` of the queries of a tile."""
-    first_key = load_vector(first, row, row_end, C.ROWS, 0)
-    last_key = load_vector(last, row, row_end, C.ROWS, 0)
-    place = first_key
-    query = first_key
+def load_visible_keys(starts, stops, mask, row, row_end, C: tl.constexpr):
+    """Return the `VisibleKeys` of the queries of a tile."""
+    start = load_vector(starts, row, row_end, C.ROWS, 0)
+    stop = load_vector(stops, row, row_end, C.ROWS, 0)
+    q_position = start
+    q_index = start
     if C.ALIBI:
-        place = load_vector(mask.places, row, row_end, C.ROWS, 0)
+        q_position = load_vector(mask.q_positions, row, row_end, C.ROWS, 0)
     if C.DROPOUT:
-        query = load_vector(mask.q_indices, row, row_end, C.ROWS, 0)
-    return SeenKeys(first_key, last_key, place, query)
+        q_index = load_vector(mask.q_indices, row, row_end, C.ROWS, 0)
+    return VisibleKeys(start, stop, q_position, q_index)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -285,22 +287,25 @@ def head_score(scores, batch, head, dropout, C: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh(x), near 0 by its series, because the quotient would cancel there and amplify the rounding of `exp2`."""
+    """Return tanh(x); near 0 by its series, because the quotient would cancel and amplify the rounding of `exp2`."""
     power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
-    far = (1.0 - power) / (1.0 + power)
+    quotient = (1.0 - power) / (1.0 + power)
     square = x * x
-    near = x * (1.0 + square * (-0.3333333333 + square * (0.1333333333 - 0.0539682540 * square)))
-    return tl.where(square < 0.04, near, tl.where(x < 0, -far, far))
+    series = x * (1.0 + square * (-0.3333333333 + square * (0.1333333333 - 0.0539682540 * square)))
+    return tl.where(square < 0.04, series, tl.where(x < 0, -quotient, quotient))
 
 
 @triton.jit
 def scores_from_products(products, distance, score, C: tl.constexpr):
-    """(scores, derivative of the cap) of products q.k; `distance` is |place of q - index of k|, for ALIBI only."""
+    """Return (scores, derivative of the cap) of products q.k.
+
+    `distance` is |position of q - index of k|, for ALIBI only.
+    """
     cap_derivative = products
     if C.CAPPED:
-        bent = tanh(products * (score.scale / score.softcap))
-        cap_derivative = 1.0 - bent * bent
-        products = bent * (score.softcap * LOG2_E)
+        tanh_score = tanh(products * (score.scale / score.softcap))
+        cap_derivative = 1.0 - tanh_score * tanh_score
+        products = tanh_score * (score.softcap * LOG2_E)
     elif C.ALIBI:
         products = products * (score.scale * LOG2_E)
     if C.ALIBI:
@@ -318,21 +323,21 @@ def base_2_factor(score, C: tl.constexpr):
 
 
 @triton.jit
-def probabilities(products, lse, seen, distance, score, MASKED: tl.constexpr, C: tl.constexpr):
-    """(p = exp(score - lse), derivative of the cap) of a block of products; lse, in base 2, broadcasts against it.
+def probabilities(products, lse, visible, distance, score, MASKED: tl.constexpr, C: tl.constexpr):
+    """Return (p = exp(score - lse), derivative of the cap) of a block of products; lse, in base 2, broadcasts.
 
-    p is 0 where not `seen`, for any score: selected, not multiplied, since 0 times an infinity is NaN.
+    p is 0 where not `visible`, for any score: selected, not multiplied, since 0 times an infinity is NaN.
     """
     s, cap_derivative = scores_from_products(products, distance, score, C)
     p = tl.exp2(s * base_2_factor(score, C) - lse)
     if MASKED:
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(visible, p, 0.0)
     return p, cap_derivative
 
 
 @triton.jit
 def dropout_keeps(q_indices, k_indices, score):
-    """True where dropout keeps a probability. int32 indices broadcast; seeds and threshold are used as their bits."""
+    """True where dropout keeps a probability. int32 indices broadcast; seeds and threshold are read as unsigned."""
     c0 = (k_indices // 4).to(tl.uint32)
     c1 = q_indices.to(tl.uint32)
     c2, c3 = score.head.to(tl.uint32), score.batch.to(tl.uint32)

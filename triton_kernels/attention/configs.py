@@ -26,11 +26,11 @@ MAX_HEAD_DIM = 256
 class AttentionConfig:
     """Tile shape and compiler options of an attention kernel.
 
-    A tile has `rows` queries, and its loop reads blocks of `block` keys; for the kernel "keys" the other way round.
+    A tile has `rows` queries, and its loop reads blocks of `block_size` keys. In the kernel "keys" they are swapped.
     """
 
     rows: int
-    block: int
+    block_size: int
     num_warps: int
     num_stages: int
     tma: bool = False
@@ -42,7 +42,7 @@ class AttentionConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.block} warps {self.num_warps} stages {self.num_stages}{' tma' * self.tma}"
+        return f"{self.rows}x{self.block_size} warps {self.num_warps} stages {self.num_stages}{' tma' * self.tma}"
 
 
 INTERPRETED = AttentionConfig(32, 32, num_warps=4, num_stages=1)
@@ -97,7 +97,7 @@ _TF32_CONFIGS = {
     "queries": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 1), 256: _C(32, 16, 8, 1)},
 }
-# These run on CUDA cores, because no matrix unit multiplies all 24 bits of fp32.
+# On CUDA cores: no tensor core multiplies fp32 with its full 24-bit mantissa.
 _IEEE_CONFIGS = {
     "forward": {64: _C(16, 16, 8, 1), 128: _C(16, 16, 8, 1), 256: _C(16, 16, 8, 1)},
     "queries": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
@@ -109,16 +109,16 @@ _DECODE_CONFIGS = {64: _C(64, 64, 4, 3), 128: _C(64, 64, 4, 3), 256: _C(32, 32, 
 _DECODE_FP32_CONFIGS = {64: _C(16, 32, 4, 2), 128: _C(16, 32, 4, 1), 256: _C(16, 16, 4, 1)}
 
 
-# Replaces the widest keys tile of `_TF32` on GPUs with less than the 112 KB of shared memory that it needs.
+# Replaces the widest keys tile of `_TF32_CONFIGS` on GPUs with less than the 112 KB of shared memory that it needs.
 _SMALL_TF32_KEYS = _C(16, 16, 8, 1)
 
 
 def attention_config(
-    kernel: str, arch: int, kind: str, head_dim: int, *, plain: bool = True, shared_bytes: int = 163 << 10
+    kernel: str, arch: int, kind: str, head_dim: int, *, is_plain: bool = True, shared_bytes: int = 163 << 10
 ) -> AttentionConfig:
     """Return the config of `kernel` (KERNELS) for operands of `kind` (`device.OPERAND_KINDS`).
 
-    `head_dim` is the larger head dim of q and v. `arch` is 80, 90 or 100, or 0 for the interpreter. `plain`: neither
+    `head_dim` is the larger head dim of q and v. `arch` is 80, 90 or 100, or 0 for the interpreter. `is_plain`: neither
     cap, slopes nor dropout. `shared_bytes`: shared memory available to a program, at least `device.LEAST_SHARED_BYTES`.
     """
     if not arch:
@@ -127,14 +127,14 @@ def attention_config(
         return _SMALL_TF32_KEYS
     if kind in ("ieee", "tf32"):
         table = _IEEE_CONFIGS if kind == "ieee" else _TF32_CONFIGS
-    elif plain:
+    elif is_plain:
         table = _PLAIN_CONFIGS[arch]
     else:
         table = _RICH_CONFIGS[arch]
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
     if kernel != "ring":
         return table[kernel][width]
-    ring_configs = {} if kind in ("ieee", "tf32") else (_RING_CONFIGS if plain else _RICH_RING_CONFIGS).get(arch, {})
+    ring_configs = {} if kind in ("ieee", "tf32") else (_RING_CONFIGS if is_plain else _RICH_RING_CONFIGS).get(arch, {})
     return ring_configs.get(width, table["forward"][width])
 
 

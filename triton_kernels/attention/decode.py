@@ -1,15 +1,15 @@
-"""Attention of a few new tokens per text over a long cache of keys and values, dense or in pages.
+"""Attention of a few new tokens per sequence over a long cache of keys and values, dense or in pages.
 
-    part t of a text and key head:  n_t, total_t, weighted_t         as forward.py, over its keys alone
-    n = max_t n_t,  (total, weighted) = sum_t 2^(n_t - n) * (total_t, weighted_t)
-    out = weighted / total,  lse = ln 2 * (n + log2(total))
+    part t of a sequence and key head:  max_t, sum_t, acc_t         as forward.py, over its keys alone
+    row_max = max over t of max_t,  (row_sum, acc) = sum_t 2^(max_t - row_max) * (sum_t, acc_t)
+    out = acc / row_sum,  lse = ln 2 * (row_max + log2(row_sum))
 
 One query would keep only one multiprocessor busy, so several programs take a part of the cache each. All query heads
 of a key head, and all new tokens, are rows of one tile, so a key is read once for them. A second kernel adds the parts
-in the order of the keys: every run produces the same bits, and its rescaling is exact because n are whole numbers.
+in the order of the keys, so every run produces the same bits. Its rescaling is exact, because all max_t are whole.
 
 Rows of the cache are dense in [batch, capacity, heads, dim], or in pages [pages, page_size, heads, dim]: row i of a
-text is row i % page_size of page pages[text, i // page_size].
+sequence is row i % page_size of page pages[sequence, i // page_size].
 
 Sources: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention"
 (arXiv:2309.06180).
@@ -27,131 +27,141 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..device import on_device, operand_kind, sms_of
 from ..language import rounded
-from .blocks import Score, SeenKeys
+from .blocks import Score, VisibleKeys
 from .configs import AttentionConfig, decode_config, padded_head_dim
-from .forward import add_key_block, empty_sums, normalize_sums
-from .launch import Terms, check_row_strides, heads_tensor, kernel_constants
+from .forward import add_key_block, empty_softmax, finalize_softmax
+from .launch import ScoreTerms, check_row_strides, heads_tensor, kernel_constants
 
 _PROGRAMS_PER_SM = 2
 _FEWEST_BLOCKS = 4  # minimum key blocks per part: with fewer, merging the parts costs more than splitting saves
-UNSPECIALIZED = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
+UNSPECIALIZED = (
+    *("kv_heads", "heads_per_kv_head", "num_new_tokens", "num_tiles", "num_splits"),
+    *("keys_per_split", "page_size", "pages_stride"),
+)
 
 
 class SplitParts(NamedTuple):
-    """Partial results of several programs for one tile: fp32 [tiles, splits, ROWS], weighted [..., PADDED_DV]."""
+    """Partial results of several programs for one tile: fp32 [tiles, splits, ROWS], acc [..., PADDED_DV]."""
 
-    weighted: Any
-    highest: Any
-    total: Any
+    acc: Any
+    row_max: Any
+    row_sum: Any
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def parts_kernel(
-    q, k, v, pages, starts, stops, places, k_indices, scores, parts, found,
-    kv_heads, group, new, tiles, splits, span, page_size, pages_stride,
+    q, k, v, pages, starts, stops, q_positions, k_indices, scores, parts, results,
+    kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, num_splits, keys_per_split, page_size, pages_stride,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a key head of a text, part) computes one part: `span` of the keys that its rows see.
+    """Compute one part of a tile of a key head of a sequence: `keys_per_split` of the keys that its rows see.
 
-    It stores its result to `parts`, or, if it is the only part (`found` is not None), out and lse to `found`. q, k, v
-    and found are `HeadsTensor`.
+    It stores its result to `parts`, or, if there is only one part, out and lse to `results` (else None). q, k, v and
+    results are `HeadsTensor`.
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK: tl.constexpr = C.BLOCK
-    index = tl.program_id(0)
+    program = tl.program_id(0)
     split = tl.program_id(1)
-    batch, kv_head, head, number, there = packed_heads(index, kv_heads, group, new, tiles, ROWS)
-    first_key = tl.load(starts + batch * new + number, mask=there, other=0)
-    last_key = tl.load(stops + batch * new + number, mask=there, other=0)
-    sees = first_key < last_key
-    end = tl.max(tl.where(sees, last_key, 0), 0)
-    begin = tl.minimum(tl.min(tl.where(sees, first_key, 0x7FFFFFFF), 0), end) + split * span
-    end = tl.minimum(end, begin + span)
+    batch, kv_head, head, query_index, row_exists = packed_heads(
+        program, kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, ROWS
+    )
+    key_start = tl.load(starts + batch * num_new_tokens + query_index, mask=row_exists, other=0)
+    key_stop = tl.load(stops + batch * num_new_tokens + query_index, mask=row_exists, other=0)
+    sees_any = key_start < key_stop
+    end = tl.max(tl.where(sees_any, key_stop, 0), 0)
+    begin = tl.minimum(tl.min(tl.where(sees_any, key_start, 0x7FFFFFFF), 0), end) + split * keys_per_split
+    end = tl.minimum(end, begin + keys_per_split)
 
     columns = tl.arange(0, C.PADDED_D)[None, :]
     v_columns = tl.arange(0, C.PADDED_DV)[None, :]
-    q_rows = packed_rows(q, batch, number, head)
-    queries = tl.load(q_rows[:, None] + columns, mask=there[:, None] & (columns < C.D), other=0.0)
+    q_rows = packed_rows(q, batch, query_index, head)
+    queries = tl.load(q_rows[:, None] + columns, mask=row_exists[:, None] & (columns < C.D), other=0.0)
     slope = 0.0
-    place = first_key
+    q_position = key_start
     if C.ALIBI:
-        slope = tl.load(scores.slopes + head, mask=there, other=0.0)[:, None]
-        place = tl.load(places + batch * new + number, mask=there, other=0)
-    seen = SeenKeys(first_key, last_key, place, number)
+        slope = tl.load(scores.slopes + head, mask=row_exists, other=0.0)[:, None]
+        q_position = tl.load(q_positions + batch * num_new_tokens + query_index, mask=row_exists, other=0)
+    visible_keys = VisibleKeys(key_start, key_stop, q_position, query_index)
     score = Score(slope, scores.scale, scores.softcap, 1.0, batch, 0, 0, 0, 0)
 
-    n, row_sums, weighted = empty_sums(C)
+    row_max, row_sum, acc = empty_softmax(C)
     k_base = k.ptr + tl.cast(kv_head, tl.int64) * k.strides[2]
     v_base = v.ptr + tl.cast(kv_head, tl.int64) * v.strides[2]
-    for key in tl.range(begin, end, BLOCK):
-        rows = key + tl.arange(0, BLOCK)
-        held = rows < end
-        outer = tl.zeros((BLOCK,), tl.int64) + batch
-        inner = rows
+    for first_key in tl.range(begin, end, BLOCK):
+        rows = first_key + tl.arange(0, BLOCK)
+        key_exists = rows < end
+        page = tl.zeros((BLOCK,), tl.int64) + batch
+        row_in_page = rows
         if pages is not None:
             table = pages + tl.cast(batch, tl.int64) * pages_stride
-            outer = tl.load(table + rows // page_size, mask=held, other=0).to(tl.int64)
-            inner = rows % page_size
-        k_rows = (outer * k.strides[0] + inner.to(tl.int64) * k.strides[1])[:, None]
-        v_rows = (outer * v.strides[0] + inner.to(tl.int64) * v.strides[1])[:, None]
-        keys = tl.load(k_base + k_rows + columns, mask=held[:, None] & (columns < C.D), other=0.0)
-        v_block = tl.load(v_base + v_rows + v_columns, mask=held[:, None] & (v_columns < C.DV), other=0.0)
-        n, row_sums, weighted = add_key_block(
-            n, row_sums, weighted, queries, keys, v_block, key, end, seen, k_indices, score, True, C
+            page = tl.load(table + rows // page_size, mask=key_exists, other=0).to(tl.int64)
+            row_in_page = rows % page_size
+        k_rows = (page * k.strides[0] + row_in_page.to(tl.int64) * k.strides[1])[:, None]
+        v_rows = (page * v.strides[0] + row_in_page.to(tl.int64) * v.strides[1])[:, None]
+        keys = tl.load(k_base + k_rows + columns, mask=key_exists[:, None] & (columns < C.D), other=0.0)
+        v_block = tl.load(v_base + v_rows + v_columns, mask=key_exists[:, None] & (v_columns < C.DV), other=0.0)
+        row_max, row_sum, acc = add_key_block(
+            row_max, row_sum, acc, queries, keys, v_block, first_key, end, visible_keys, k_indices, score, True, C
         )
 
-    if found is not None:
-        store_found(found, n, row_sums, weighted, batch, number, head, there, C)
+    if results is not None:
+        store_results(results, row_max, row_sum, acc, batch, query_index, head, row_exists, C)
     else:
-        slot = (tl.cast(index, tl.int64) * splits + split) * ROWS + tl.arange(0, ROWS)
-        tl.store(parts.highest + slot, n)
-        tl.store(parts.total + slot, row_sums)
-        tl.store(parts.weighted + slot[:, None] * C.PADDED_DV + v_columns, weighted)
+        slot = (tl.cast(program, tl.int64) * num_splits + split) * ROWS + tl.arange(0, ROWS)
+        tl.store(parts.row_max + slot, row_max)
+        tl.store(parts.row_sum + slot, row_sum)
+        tl.store(parts.acc + slot[:, None] * C.PADDED_DV + v_columns, acc)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def merge_kernel(parts, found, kv_heads, group, new, tiles, splits, C: tl.constexpr):
+def merge_kernel(parts, results, kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, num_splits, C: tl.constexpr):
     """Merge all parts of a tile and store its out and lse."""
-    index = tl.program_id(0)
-    batch, _, head, number, there = packed_heads(index, kv_heads, group, new, tiles, C.ROWS)
+    program = tl.program_id(0)
+    batch, _, head, query_index, row_exists = packed_heads(
+        program, kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, C.ROWS
+    )
     columns = tl.arange(0, C.PADDED_DV)[None, :]
-    n, row_sums, weighted = empty_sums(C)
-    for split in tl.range(0, splits):
-        slot = (tl.cast(index, tl.int64) * splits + split) * C.ROWS + tl.arange(0, C.ROWS)
-        here = tl.load(parts.highest + slot)
-        now = tl.maximum(n, here)
-        base = tl.where(now == float("-inf"), 0.0, now)  # -inf - -inf would be NaN
-        before, by = tl.exp2(n - base), tl.exp2(here - base)
-        row_sums = row_sums * before + tl.load(parts.total + slot) * by
-        part = tl.load(parts.weighted + slot[:, None] * C.PADDED_DV + columns)
-        weighted = weighted * before[:, None] + part * by[:, None]
-        n = now
-    store_found(found, n, row_sums, weighted, batch, number, head, there, C)
+    row_max, row_sum, acc = empty_softmax(C)
+    for split in tl.range(0, num_splits):
+        slot = (tl.cast(program, tl.int64) * num_splits + split) * C.ROWS + tl.arange(0, C.ROWS)
+        part_max = tl.load(parts.row_max + slot)
+        new_max = tl.maximum(row_max, part_max)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
+        old_scale, part_scale = tl.exp2(row_max - base), tl.exp2(part_max - base)
+        row_sum = row_sum * old_scale + tl.load(parts.row_sum + slot) * part_scale
+        part_acc = tl.load(parts.acc + slot[:, None] * C.PADDED_DV + columns)
+        acc = acc * old_scale[:, None] + part_acc * part_scale[:, None]
+        row_max = new_max
+    store_results(results, row_max, row_sum, acc, batch, query_index, head, row_exists, C)
 
 
 @triton.jit
-def packed_heads(index, kv_heads, group, new, tiles, ROWS: tl.constexpr):
-    """(text, key head, and for each row of the tile: query head, number of the query, True if the row exists)."""
-    packed = index % tiles * ROWS + tl.arange(0, ROWS)
-    kv_head = index // tiles % kv_heads
-    return index // (tiles * kv_heads), kv_head, kv_head * group + packed // new, packed % new, packed < group * new
+def packed_heads(program, kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, ROWS: tl.constexpr):
+    """Return (sequence, key head, and for each row of the tile: query head, index of the query, True if it exists)."""
+    packed = program % num_tiles * ROWS + tl.arange(0, ROWS)
+    kv_head = program // num_tiles % kv_heads
+    head = kv_head * heads_per_kv_head + packed // num_new_tokens
+    row_exists = packed < heads_per_kv_head * num_new_tokens
+    return program // (num_tiles * kv_heads), kv_head, head, packed % num_new_tokens, row_exists
 
 
 @triton.jit
-def packed_rows(x, batch, number, head):
+def packed_rows(x, batch, query_index, head):
     """Return the pointers to the rows of a tile in x [batch, new, heads, ...], `HeadsTensor`."""
-    return x.ptr + (tl.cast(batch, tl.int64) * x.strides[0] + number.to(tl.int64) * x.strides[1] + head * x.strides[2])
+    row_offsets = query_index.to(tl.int64) * x.strides[1] + head * x.strides[2]
+    return x.ptr + (tl.cast(batch, tl.int64) * x.strides[0] + row_offsets)
 
 
 @triton.jit
-def store_found(found, n, row_sums, weighted, batch, number, head, there, C: tl.constexpr):
-    """Store out in the first DV columns of found [batch, new, heads, DV + 1], lse in the last; 0, -inf if no keys."""
-    rows = packed_rows(found, batch, number, head)
-    out, log = normalize_sums(n, row_sums, weighted)
+def store_results(results, row_max, row_sum, acc, batch, query_index, head, row_exists, C: tl.constexpr):
+    """Store out in the first DV columns of results [batch, new, heads, DV + 1], lse in the last; 0, -inf if no keys."""
+    rows = packed_rows(results, batch, query_index, head)
+    out, lse = finalize_softmax(row_max, row_sum, acc)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
-    out = rounded(out, found.ptr.dtype.element_ty)
-    tl.store(rows[:, None] + columns, out, mask=there[:, None] & (columns < C.DV))
-    tl.store(rows + C.DV, log, mask=there)
+    out = rounded(out, results.ptr.dtype.element_ty)
+    tl.store(rows[:, None] + columns, out, mask=row_exists[:, None] & (columns < C.DV))
+    tl.store(rows + C.DV, lse, mask=row_exists)
 
 
 def flash_decode(
@@ -161,12 +171,12 @@ def flash_decode(
     starts: Tensor,
     stops: Tensor,
     max_keys: int,
-    terms: Terms,
+    terms: ScoreTerms,
     *,
     pages: Tensor | None = None,
-    places: Tensor | None = None,
+    q_positions: Tensor | None = None,
     k_indices: Tensor | None = None,
-    splits: int | None = None,
+    num_splits: int | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """Return fp32 [batch, new, heads, v_head_dim + 1]: out, then lse; 0 and -inf for a query that sees nothing.
@@ -175,61 +185,75 @@ def flash_decode(
         q: [batch, new, heads, head_dim], bf16, fp16 or fp32.
         k, v: [batch, capacity, kv_heads, head_dim] and [..., v_head_dim], any strides with a dense last dim; with
             `pages` [pages, page_size, kv_heads, ...].
-        starts, stops: int32 [batch, new], like all tables with a dense last dim and on the device of q: query i of a
-            text sees the rows [starts, stops) of it. No others are read.
-        max_keys: largest number of keys of a text between its lowest start and its highest stop.
-        pages: int32 [batch, most pages of a text].
-        places, k_indices: for slopes only: int32 [batch, new] places of queries and [rows] of the cache's rows.
-        splits: number of parts of a text of `max_keys` keys; None: as many as keep the GPU busy.
+        starts, stops: int32 [batch, new]: a query sees the rows [start, stop) of its sequence. No others are read. Like
+            all tables, they have a dense last dim and are on the device of q.
+        max_keys: largest number of keys of a sequence between its lowest start and its highest stop.
+        pages: int32 [batch, largest number of pages of a sequence].
+        q_positions, k_indices: for slopes only: int32 [batch, new], positions of the queries on the axis of the keys,
+            and [rows], indices of the cache's rows on it.
+        num_splits: number of parts of a sequence of `max_keys` keys; None: as many as keep the GPU busy.
         config: tiles that replace the default ones.
 
     Raises:
         ValueError: rows are too far apart, see `launch.check_row_strides`.
     """
     check_row_strides(q=q, k=k, v=v)
-    batch, new_tokens, heads, head_dim = q.shape
+    batch, num_new_tokens, heads, head_dim = q.shape
     kv_heads, v_head_dim = k.shape[2], v.shape[3]
-    results = q.new_empty((batch, new_tokens, heads, v_head_dim + 1), dtype=torch.float32)
+    results = q.new_empty((batch, num_new_tokens, heads, v_head_dim + 1), dtype=torch.float32)
     if results.numel() == 0:
         return results
-    group = heads // kv_heads
-    config = config or decode_config(operand_kind(q.dtype, "ieee"), max(head_dim, v_head_dim), group * new_tokens)
-    tiles = -(-group * new_tokens // config.rows)
-    programs = batch * kv_heads * tiles
-    if splits is None:
-        splits = min(sms_of(q.device) * _PROGRAMS_PER_SM // programs, max_keys // (_FEWEST_BLOCKS * config.block))
-    span = max(1, -(-max_keys // (max(1, splits) * config.block))) * config.block
-    splits = max(1, -(-max_keys // span))
-    parts = None
-    if splits > 1:
-        rows = (programs, splits, config.rows)
-        parts = SplitParts(
-            *(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded_head_dim(v_head_dim)), rows, rows))
+    heads_per_kv_head = heads // kv_heads
+    config = config or decode_config(
+        operand_kind(q.dtype, "ieee"), max(head_dim, v_head_dim), heads_per_kv_head * num_new_tokens
+    )
+    num_tiles = -(-heads_per_kv_head * num_new_tokens // config.rows)
+    num_programs = batch * kv_heads * num_tiles
+    if num_splits is None:
+        num_splits = min(
+            sms_of(q.device) * _PROGRAMS_PER_SM // num_programs, max_keys // (_FEWEST_BLOCKS * config.block_size)
         )
-    sizes = {"kv_heads": kv_heads, "group": group, "new": new_tokens, "tiles": tiles, "splits": splits}
-    c = kernel_constants(config, q, v, terms)
+    keys_per_split = max(1, -(-max_keys // (max(1, num_splits) * config.block_size))) * config.block_size
+    num_splits = max(1, -(-max_keys // keys_per_split))
+    parts = None
+    if num_splits > 1:
+        part_shape = (num_programs, num_splits, config.rows)
+        parts = SplitParts(
+            *(
+                q.new_empty(size, dtype=torch.float32)
+                for size in ((*part_shape, padded_head_dim(v_head_dim)), part_shape, part_shape)
+            )
+        )
+    sizes = {
+        "kv_heads": kv_heads,
+        "heads_per_kv_head": heads_per_kv_head,
+        "num_new_tokens": num_new_tokens,
+        "num_tiles": num_tiles,
+        "num_splits": num_splits,
+    }
+    constants = kernel_constants(config, q, v, terms)
     with on_device(q):
-        parts_kernel[(programs, splits)](
+        parts_kernel[(num_programs, num_splits)](
             q=heads_tensor(q),
             k=heads_tensor(k),
             v=heads_tensor(v),
             pages=pages,
             starts=starts,
             stops=stops,
-            places=places if c.ALIBI else None,
-            k_indices=k_indices if c.ALIBI else None,
+            q_positions=q_positions if constants.ALIBI else None,
+            k_indices=k_indices if constants.ALIBI else None,
             scores=terms.arguments()["scores"],
             parts=parts,
-            found=heads_tensor(results) if splits == 1 else None,
-            span=span,
+            results=heads_tensor(results) if num_splits == 1 else None,
+            keys_per_split=keys_per_split,
             page_size=k.shape[1],
             pages_stride=0 if pages is None else pages.stride(0),
             **sizes,
-            C=c,
+            C=constants,
             **config.options(),
         )
-        if splits > 1:
-            merge_kernel[(programs,)](parts=parts, found=heads_tensor(results), **sizes, C=c, num_warps=8)
+        if num_splits > 1:
+            merge_kernel[(num_programs,)](parts=parts, results=heads_tensor(results), **sizes, C=constants, num_warps=8)
     return results
 
 

@@ -30,7 +30,7 @@ _MAX_ROW_STRIDE = 2**31 // 256  # stride limit: blocks have up to 128 rows, and 
 
 @dataclass(frozen=True)
 class DropoutArguments:
-    """Probability `p`, `seed` of 63 bits, and the number of this rank's first head among all heads."""
+    """Probability `p`, `seed` of 63 bits, and the index of this rank's first head among all heads."""
 
     p: float
     seed: int
@@ -38,7 +38,7 @@ class DropoutArguments:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ScoreTerms:
     """Parameters of a score besides q.k, for which blocks.py has the formula. `slopes` has shape [heads]."""
 
     scale: float
@@ -47,7 +47,7 @@ class Terms:
     dropout: DropoutArguments | None = None
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """True if a score is scale * q.k and nothing is dropped."""
         return self.softcap == 0.0 and self.slopes is None and not (self.dropout and self.dropout.p > 0)
 
@@ -68,7 +68,7 @@ def kernel_constants(
     config: AttentionConfig,
     q: Tensor,
     v: Tensor,
-    terms: Terms,
+    terms: ScoreTerms,
     precision: str = "ieee",
     *,
     tma: bool = False,
@@ -78,22 +78,22 @@ def kernel_constants(
     dims = q.shape[3], v.shape[3], padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     dropout = terms.dropout is not None and terms.dropout.p > 0.0
     score_flags = terms.softcap != 0.0, terms.slopes is not None, dropout
-    return AttentionConstants(*dims, precision, config.rows, config.block, tma, *score_flags, is_first_step)
+    return AttentionConstants(*dims, precision, config.rows, config.block_size, tma, *score_flags, is_first_step)
 
 
 def kernel_arguments(
     config: AttentionConfig,
     q: Tensor,
     v: Tensor,
-    terms: Terms,
+    terms: ScoreTerms,
     precision: str,
     *,
     tma: bool,
     is_first_step: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments that all kernels take: those of `terms`, the constants and the compiler's options."""
-    c = kernel_constants(config, q, v, terms, precision, tma=tma, is_first_step=is_first_step)
-    return {**terms.arguments(), "C": c, **config.options()}
+    constants = kernel_constants(config, q, v, terms, precision, tma=tma, is_first_step=is_first_step)
+    return {**terms.arguments(), "C": constants, **config.options()}
 
 
 def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device | None) -> str | None:
@@ -136,12 +136,12 @@ def dense_vector(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().float().contiguous()
 
 
-def default_config(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
+def default_config(kernel: str, q: Tensor, v: Tensor, terms: ScoreTerms, precision: str) -> AttentionConfig:
     """Return the default config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
     arch, kind = arch_of(q.device), operand_kind(q.dtype, precision)
     shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
-    return attention_config(kernel, arch, kind, widest, plain=terms.plain, shared_bytes=shared_bytes)
+    return attention_config(kernel, arch, kind, widest, is_plain=terms.is_plain, shared_bytes=shared_bytes)
 
 
 def launch_tiles(
@@ -149,7 +149,7 @@ def launch_tiles(
     tiles: Tensor,
     config: AttentionConfig,
     qkv: tuple[Tensor, Tensor, Tensor],
-    terms: Terms,
+    terms: ScoreTerms,
     precision: str,
     tma_tensors: Mapping[str, Tensor],
     *,
@@ -159,13 +159,13 @@ def launch_tiles(
 ) -> None:
     """Launch a program for each tile and head, of keys or of queries; TMA loads `tma_tensors` if they are aligned."""
     q, k, v = qkv
-    heads, shared = k.shape[2] if are_key_tiles else q.shape[2], q.shape[2] // k.shape[2]
+    heads, heads_per_kv_head = k.shape[2] if are_key_tiles else q.shape[2], q.shape[2] // k.shape[2]
     # Tiles of keys read the rows of all query heads that share their key head.
     other_side = q if are_key_tiles else k
     bytes_per_head = (
-        other_side.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (shared if are_key_tiles else 1)
+        other_side.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (heads_per_kv_head if are_key_tiles else 1)
     )
-    together = max(1, _L2_BYTES // max(1, bytes_per_head)) * (1 if are_key_tiles else shared)
+    interleaved_heads = max(1, _L2_BYTES // max(1, bytes_per_head)) * (1 if are_key_tiles else heads_per_kv_head)
     batch_heads = q.shape[0] * heads
     descriptors_or_none = descriptors(config, *tma_tensors.values())
     with on_device(q):
@@ -179,8 +179,8 @@ def launch_tiles(
             tile_count=len(tiles),
             heads=heads,
             batch_heads=batch_heads,
-            together=min(together, batch_heads),
-            shared=shared,
+            interleaved_heads=min(interleaved_heads, batch_heads),
+            heads_per_kv_head=heads_per_kv_head,
             **kernel_arguments(
                 config, q, v, terms, precision, tma=descriptors_or_none[0] is not None, is_first_step=is_first_step
             ),
@@ -188,12 +188,14 @@ def launch_tiles(
 
 
 def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
-    """Return the TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head.
+    """Return TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `block_size` rows of one head.
 
     All are None if one tensor does not fit TMA, or the config does not use it."""
     if not (config.tma and all(x.element_size() <= 2 and fits_tma(x) for x in tensors)):
         return (None,) * len(tensors)
-    return tuple(tma_descriptor(x.transpose(1, 2), (1, 1, config.block, padded_head_dim(x.shape[3]))) for x in tensors)
+    return tuple(
+        tma_descriptor(x.transpose(1, 2), (1, 1, config.block_size, padded_head_dim(x.shape[3]))) for x in tensors
+    )
 
 
 def heads_tensor(x: Tensor) -> HeadsTensor:
@@ -201,9 +203,11 @@ def heads_tensor(x: Tensor) -> HeadsTensor:
     return HeadsTensor(x, x.stride()[:-1])
 
 
-def mask_arguments(vectors: Mapping[str, Tensor], first: str, last: str) -> Mask:
+def mask_arguments(vectors: Mapping[str, Tensor], start_name: str, stop_name: str) -> Mask:
     """Return the vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
-    return Mask(vectors[first], vectors[last], vectors["places"], vectors["q_indices"], vectors["k_indices"])
+    return Mask(
+        vectors[start_name], vectors[stop_name], vectors["q_positions"], vectors["q_indices"], vectors["k_indices"]
+    )
 
 
 def _as_signed(word: int) -> int:

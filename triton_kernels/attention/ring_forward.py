@@ -1,9 +1,9 @@
 """Ring attention in one launch: attention of this rank's queries over all ranks' keys, while these arrive.
 
-The equations and the blocks are those of forward.py; the order is new. For a tile of queries of one head, a program
+The equations and the blocks are those of forward.py, in another order. For a tile of queries of one head, a program
 visits all chunks of keys (module `ring_keys`), this rank's own first and then source by source, and waits for the flag
-of each. The row_sums never leave the registers: no state in memory, no merge. The order is that of the steps, not of
-arrival, so every run produces the same bits; copies are issued in that order too.
+of each. The sums stay in registers: no state in memory, no merge. The order is that of the steps, not of arrival, so
+every run produces the same bits; copies are issued in that order too.
 
 Heads are processed in groups: all tiles of a group are computed while the chunks of the next group, heads of the same
 rows, arrive. Without groups a tile would wait for its last chunk, and nothing would overlap that wait. A program waits
@@ -29,16 +29,25 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..comm import gather
 from ..comm.gather import KernelLaunch
-from ..comm.signals import current_call, is_last, is_unbroken, put_local, wait
+from ..comm.signals import current_call, is_last, is_unbroken, signal_local, wait
 from ..comm.streams import runs_copies_concurrently
 from ..device import on_device
 from ..language import async_fence, or_nan, rounded
 from . import ring_keys
-from .blocks import LOG2_E, UNSPECIALIZED, head_rows, head_score, head_vector, load_block, load_seen, store_block
+from .blocks import (
+    LOG2_E,
+    UNSPECIALIZED,
+    head_rows,
+    head_score,
+    head_vector,
+    load_block,
+    load_visible_keys,
+    store_block,
+)
 from .configs import AttentionConfig
-from .forward import add_all_keys, add_sink, empty_sums, normalize_sums
+from .forward import add_all_keys, add_sink, empty_softmax, finalize_softmax
 from .launch import (
-    Terms,
+    ScoreTerms,
     check_row_strides,
     default_config,
     dense_vector,
@@ -49,11 +58,11 @@ from .launch import (
 )
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
 
-CHUNK_COLUMNS = tl.constexpr(3)  # columns of a chunk: source, row in own keys or in a slot, first of its k_indices
+CHUNK_COLUMNS = tl.constexpr(3)  # columns of a chunk: source, row in own keys or in a slot, offset of its k_indices
 BOUND_COLUMNS = tl.constexpr(4)  # begin and end of a tile in a chunk, and of its blocks without a mask
 
 RING_UNSPECIALIZED = (
-    *("chunk_count", "queries", "own_rows", "first_slot_row", "slot_rows", "slots", "first_group", "last_group"),
+    *("chunk_count", "queries", "own_rows", "first_slot_row", "slot_rows", "slots", "group_start", "group_stop"),
     "rank",
 )
 
@@ -69,89 +78,92 @@ class RingTables(NamedTuple):
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *RING_UNSPECIALIZED])
 def ring_kernel(
     q, k, v, k_tma, v_tma, out, lse, sinks, mask, scores,
-    tables, tile_count, heads, batch_heads, together, shared,
+    tables, tile_count, heads, batch_heads, interleaved_heads, heads_per_kv_head,
     seed_low, seed_high, dropped_below, first_head,
-    chunk_count, queries, own_rows, first_slot_row, slot_rows, slots, first_group, last_group,
+    chunk_count, queries, own_rows, first_slot_row, slot_rows, slots, group_start, group_stop,
     ws, rank, WORLD: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
+    """Compute attention of this rank's queries over all ranks' keys, for some groups of heads.
 
-    starts and stops [chunks, queries] count keys of the chunk; tiles [tiles, 2] are rows of queries. `together` query
-    heads read the keys of a group; this launch computes groups [first_group, last_group).
+    k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
+    starts and stops [chunks, queries] count keys of the chunk; tiles [tiles, 2] are rows of queries. In each group of
+    heads there are `interleaved_heads` query heads; this launch computes the groups [group_start, group_stop).
     """
-    per_group = tile_count * together
-    arrived = tl.cast(0, tl.int64)  # bit c: this program has waited for chunk c of the group
-    group_before = first_group
+    items_per_group = tile_count * interleaved_heads
+    arrived_chunks = tl.cast(0, tl.int64)  # bit c: this program has waited for chunk c of the group
+    previous_head_group = group_start
     # Loop invariants are computed inside the loop (disable_licm): hoisted, they would take registers from the sums.
-    for work in tl.range(
-        tl.program_id(0) + first_group * per_group,
-        last_group * per_group,
+    for work_item in tl.range(
+        tl.program_id(0) + group_start * items_per_group,
+        group_stop * items_per_group,
         tl.num_programs(0),
         num_stages=1,
         disable_licm=True,
     ):
-        group = work // per_group
-        arrived = tl.where(group == group_before, arrived, 0)
-        group_before = group
-        within = work % per_group
-        number = within // together
-        batch_head = group * together + within % together
-        batch = batch_head // heads
-        head = batch_head % heads
-        key_head = within % together // shared
-        row = tl.load(tables.tiles + 2 * number)
-        row_end = tl.load(tables.tiles + 2 * number + 1)
-        rows = head_rows(k, 0, key_head), head_rows(v, 0, key_head)
+        head_group = work_item // items_per_group
+        arrived_chunks = tl.where(head_group == previous_head_group, arrived_chunks, 0)
+        previous_head_group = head_group
+        index_in_group = work_item % items_per_group
+        tile_index = index_in_group // interleaved_heads
+        batch_and_head = head_group * interleaved_heads + index_in_group % interleaved_heads
+        batch = batch_and_head // heads
+        head = batch_and_head % heads
+        kv_head = index_in_group % interleaved_heads // heads_per_kv_head
+        row = tl.load(tables.tiles + 2 * tile_index)
+        row_end = tl.load(tables.tiles + 2 * tile_index + 1)
+        kv_rows = head_rows(k, 0, kv_head), head_rows(v, 0, kv_head)
         score = head_score(scores, batch, head, (first_head, seed_low, seed_high, dropped_below), C)
 
-        n, row_sums, weighted = empty_sums(C)
+        row_max, row_sum, acc = empty_softmax(C)
         for c in tl.range(0, chunk_count, num_stages=1, disable_licm=True):
             chunk = tables.chunks + c * CHUNK_COLUMNS
-            bound = tables.bounds + (number * chunk_count + c) * BOUND_COLUMNS
+            bound = tables.bounds + (tile_index * chunk_count + c) * BOUND_COLUMNS
             begin, end = tl.load(bound), tl.load(bound + 1)
-            bounds = begin, end, tl.load(bound + 2), tl.load(bound + 3)
-            first = tl.load(chunk + 1) + tl.where(c == 0, group * own_rows, first_slot_row + group % slots * slot_rows)
+            key_bounds = begin, end, tl.load(bound + 2), tl.load(bound + 3)
+            first_row = tl.load(chunk + 1) + tl.where(
+                c == 0, head_group * own_rows, first_slot_row + head_group % slots * slot_rows
+            )
             bit = tl.cast(1, tl.int64) << tl.cast(c, tl.int64)
-            if (c > 0) & (end > begin) & (arrived & bit == 0):
+            if (c > 0) & (end > begin) & (arrived_chunks & bit == 0):
                 call = current_call(ws, rank)
-                wait(call, arrived_flag(group, c - 1, WORLD), tl.load(chunk), c, WORLD, OP)
-                arrived |= bit
+                wait(call, arrived_flag(head_group, c - 1, WORLD), tl.load(chunk), c, WORLD, OP)
+                arrived_chunks |= bit
                 if C.TMA:
                     async_fence()
 
             # Loaded again for each chunk: queries kept across chunks would take registers from the sums.
             q_block = load_block(head_rows(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
             chunk_k_indices = mask.k_indices + tl.load(chunk + 2)
-            of_chunk = tl.cast(c, tl.int64) * queries
-            seen = load_seen(mask.first + of_chunk, mask.last + of_chunk, mask, row, row_end, C)
-            n, row_sums, weighted = add_all_keys(
-                n, row_sums, weighted, q_block, rows, k_tma, v_tma, 0, key_head, first, bounds, seen, chunk_k_indices,
-                score, True, C,
+            mask_offset = tl.cast(c, tl.int64) * queries
+            visible_keys = load_visible_keys(mask.starts + mask_offset, mask.stops + mask_offset, mask, row, row_end, C)
+            row_max, row_sum, acc = add_all_keys(
+                row_max, row_sum, acc, q_block, kv_rows, k_tma, v_tma, 0, kv_head, first_row, key_bounds, visible_keys,
+                chunk_k_indices, score, True, C,
             )  # fmt: skip
 
         if sinks is not None:
-            n, row_sums, weighted = add_sink(n, row_sums, weighted, tl.load(sinks + head) * LOG2_E)
+            row_max, row_sum, acc = add_sink(row_max, row_sum, acc, tl.load(sinks + head) * LOG2_E)
         call = current_call(ws, rank)
         is_valid = is_unbroken(call)
-        weighted, log = normalize_sums(n, row_sums, weighted)
-        here = row + tl.arange(0, C.ROWS)
-        tl.store(head_vector(lse, batch, head) + here, or_nan(log, is_valid), mask=here < row_end)
-        weighted = rounded(or_nan(weighted, is_valid), out.ptr.dtype.element_ty)
-        store_block(head_rows(out, batch, head), weighted, row, row_end, C.DV)
-        if is_last(call, GROUP_DONE + group, per_group):
-            put_local(call, done_flag(group, WORLD))
+        acc, row_lse = finalize_softmax(row_max, row_sum, acc)
+        row_indices = row + tl.arange(0, C.ROWS)
+        tl.store(head_vector(lse, batch, head) + row_indices, or_nan(row_lse, is_valid), mask=row_indices < row_end)
+        acc = rounded(or_nan(acc, is_valid), out.ptr.dtype.element_ty)
+        store_block(head_rows(out, batch, head), acc, row, row_end, C.DV)
+        if is_last(call, GROUP_DONE + head_group, items_per_group):
+            signal_local(call, done_flag(head_group, WORLD))
 
 
 class ChunkMasks(Protocol):
     """Masks of this rank's queries over its own keys and each chunk; the first chunk is its own keys."""
 
-    def tables_on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """Return int32 tensors on `device` for tiles of `rows` queries against blocks of `block` keys.
+    def tables_on(self, device: torch.device, rows: int, block_size: int) -> dict[str, Tensor]:
+        """Return int32 tensors on `device` for tiles of `rows` queries against blocks of `block_size` keys.
 
         They are tiles [tiles, 2] and bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks
-        [chunks, CHUNK_COLUMNS]; starts, stops [chunks, queries], in keys of the chunk; places, q_indices [queries];
-        and k_indices, those of own keys, then those of each chunk, concatenated.
+        [chunks, CHUNK_COLUMNS]; starts, stops [chunks, queries], in keys of the chunk; q_positions, q_indices
+        [queries]; and k_indices, those of own keys, then those of each chunk, concatenated.
         """
         ...
 
@@ -161,7 +173,7 @@ def ring_forward(
     k: Tensor,
     v: Tensor,
     chunks: ChunkMasks,
-    terms: Terms,
+    terms: ScoreTerms,
     layout: KeysLayout,
     *,
     workspace: RingWorkspace,
@@ -193,10 +205,10 @@ def ring_forward(
     puller = KeysPuller(layout, workspace)
     with on_device(q):
         runs_concurrently = q.is_cuda and runs_copies_concurrently(q.device)
-        groups_per_launch = layout.groups if runs_concurrently else layout.slots
+        groups_per_launch = layout.num_groups if runs_concurrently else layout.num_slots
         group_ranges = [
-            range(first, min(first + groups_per_launch, layout.groups))
-            for first in range(0, layout.groups, groups_per_launch)
+            range(start, min(start + groups_per_launch, layout.num_groups))
+            for start in range(0, layout.num_groups, groups_per_launch)
         ]
         # All allocations happen before `stage`, which notifies the peers that this rank has begun the call.
         launches = [
@@ -235,7 +247,7 @@ def _make_launch(
     out: Tensor,
     lse: Tensor,
     chunks: ChunkMasks,
-    terms: Terms,
+    terms: ScoreTerms,
     layout: KeysLayout,
     workspace: RingWorkspace,
     programs: int,
@@ -245,15 +257,15 @@ def _make_launch(
     groups: range,
 ) -> KernelLaunch:
     config = config or default_config("ring", q, out, terms, precision)
-    tables = chunks.tables_on(q.device, config.rows, config.block)
-    keys, weighted = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
-    k_tma, v_tma = descriptors(config, keys, weighted)
+    tables = chunks.tables_on(q.device, config.rows, config.block_size)
+    keys, values = workspace.keys(layout.rank, layout)[None].split([layout.head_dim, layout.v_head_dim], 3)
+    k_tma, v_tma = descriptors(config, keys, values)
     heads = q.shape[2]
-    together = q.shape[0] * heads // layout.groups
+    interleaved_heads = q.shape[0] * heads // layout.num_groups
     arguments = {
         "q": heads_tensor(q),
         "k": heads_tensor(keys),
-        "v": heads_tensor(weighted),
+        "v": heads_tensor(values),
         "k_tma": k_tma,
         "v_tma": v_tma,
         "out": heads_tensor(out),
@@ -264,22 +276,22 @@ def _make_launch(
         "tile_count": len(tables["tiles"]),
         "heads": heads,
         "batch_heads": q.shape[0] * heads,
-        "together": together,
-        "shared": together // layout.pairs_per_group,
+        "interleaved_heads": interleaved_heads,
+        "heads_per_kv_head": interleaved_heads // layout.pairs_per_group,
         "chunk_count": 1 + len(layout.chunks),
         "queries": q.shape[1],
         "own_rows": layout.own_rows,
         "first_slot_row": layout.first_slot_row,
         "slot_rows": layout.max_chunk_rows,
-        "slots": layout.slots,
-        "first_group": groups.start,
-        "last_group": groups.stop,
+        "slots": layout.num_slots,
+        "group_start": groups.start,
+        "group_stop": groups.stop,
         "WORLD": workspace.world_size,
-        # Relays wait for peers, and put negative flags when they give up; this deadline only bounds the wait.
+        # Relays wait for peers, and signal negative flags when they give up; this deadline only bounds the wait.
         **workspace.arguments(ring_keys.scaled_timeout(workspace.timeout_ns, 2)),
-        **kernel_arguments(config, q, weighted, terms, precision, tma=k_tma is not None),
+        **kernel_arguments(config, q, values, terms, precision, tma=k_tma is not None),
     }
-    work_items = len(tables["tiles"]) * together * len(groups)
+    work_items = len(tables["tiles"]) * interleaved_heads * len(groups)
     return ring_kernel, (max(1, min(programs, work_items)),), arguments
 
 

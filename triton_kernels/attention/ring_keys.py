@@ -7,17 +7,17 @@ Memory of a rank, [rows, heads of a group, D + Dv], with K next to V so that a c
     own keys         group by group, all rows of this rank; peers read them
     slots            group g's chunks, one after the other, in slot g % SLOTS
 
-`stage` copies own keys there and puts ready (module `gather` describes that part of the protocol, and its words begun,
-ready and pulled, W each). Between two copies of the copy engine, `relay`, one program, puts the flag of the first and
-waits for the conditions of the second. More words, all put by this rank:
+`stage` copies own keys there and signals ready (module `gather` describes that part of the protocol, and its words
+begun, ready and pulled, W each). Between two copies of the copy engine runs `relay`, one program, which sets the flag
+of the first and waits for the conditions of the second. More words, all set by this rank:
 
     verdict[s]       the epoch if rank s's keys arrived, else 0; passed from one relay to a later one
     arrived[g][c]    chunk c of group g is in its slot
     done[g]          all of group g has been used, so its slot may be written again
 
 Between calls a slot is free, since copies are ordered after `stage`, which is ordered after the kernel of the previous
-call. Own keys are free once all ranks have pulled: each rank puts pulled in each call, at once if it needs nothing of
-that source, so calls whose masks skip different steps do not overtake each other.
+call. Own keys are free once all ranks have pulled: each rank signals pulled in each call, at once if it needs nothing
+of that source, so calls whose masks skip different steps do not overtake each other.
 
 A wait that expires is recorded before anything is overwritten or missed because of it: the kernel that reads the chunks
 checks the record at its end (`signals.is_unbroken`), and writes NaN.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ..cache_keys import fix_cache_keys
 from ..comm.gather import PULLED, READY, GatherWorkspace, KernelLaunch, begin_stage, end_stage, run_kernel
-from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, current_call, flag_at, put, wait
+from ..comm.signals import DATA_ALIGNMENT, OPS, Handle, current_call, flag_at, signal, wait
 from ..comm.streams import own_streams
 from .blocks import HeadRows, head_rows, load_block, store_block
 from .configs import padded_head_dim
@@ -46,7 +46,7 @@ from .launch import heads_tensor
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 
-VERDICT = tl.constexpr(3)  # number of the run of W words that follows begun, ready and pulled
+VERDICT = tl.constexpr(3)  # index of the run of W words that follows begun, ready and pulled
 FLAGS = tl.constexpr(4)  # number of runs of W words before the flags of chunks and groups
 MAX_CHUNKS = tl.constexpr(64)  # most chunks of a rank in one call, its own keys included
 MAX_GROUPS = tl.constexpr(8)
@@ -56,73 +56,80 @@ NONE = tl.constexpr(-1)
 _LONGEST_NS = (1 << 63) - 1  # kernels count nanoseconds in 63 bits
 
 SLOTS = 2  # number of groups whose chunks are in memory at a time
-MAX_STREAMS = 2  # one copies while the other's relay runs; with more, a later chunk would slow an earlier one
+MAX_STREAMS = 2  # one copies while the relay of the other runs; with more, later chunks would slow earlier ones
 LEAST_GROUP_BYTES = 1 << 20  # bytes of a shard per group; copying fewer takes less time than the relay
 ROWS = tl.constexpr(32)  # rows that a program of `stage` copies at a time
 
 
 @triton.jit
 def arrived_flag(group, chunk, WORLD: tl.constexpr):
-    """Return the number of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
+    """Return the index of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
     return FLAGS * WORLD + group * MAX_CHUNKS + chunk
 
 
 @triton.jit
 def done_flag(group, WORLD: tl.constexpr):
-    """Return the number of the flag that is set once a group's slot is free."""
+    """Return the index of the flag that is set once a group's slot is free."""
     return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
 
 
-_STAGE_UNSPECIALIZED = ("rank", "rows", "heads", "per_group", "unneeded_ranks")
-_RELAY_UNSPECIALIZED = ("rank", "group", "chunk", "source", "last", "awaited", "freed")
+_STAGE_UNSPECIALIZED = ("rank", "rows", "heads", "pairs_per_group", "unneeded_ranks")
+_RELAY_UNSPECIALIZED = ("rank", "group", "chunk", "source", "is_last_chunk", "awaited_rank", "freed_group")
 
 
 @triton.jit(do_not_specialize=_STAGE_UNSPECIALIZED)
 def stage_kernel(
-    k, v, own,
-    rows, heads, pairs, per_group, unneeded_ranks,
+    k, v, own_keys,
+    rows, heads, num_pairs, pairs_per_group, unneeded_ranks,
     ws, rank, WORLD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
-    """Begin a call: copy k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all peers
-    have read its previous content. Bit s of `unneeded_ranks` is set if none of rank s's keys will be pulled."""
-    call, free = begin_stage(ws, rank, WORLD, OP)
-    width = per_group * (D + DV)
-    for block in tl.range(tl.program_id(0), pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        pair = block % pairs
-        row = block // pairs * ROWS
-        end = tl.where(free, rows, row)
+    """Begin a call: copy k and v to `own_keys`, once all peers have read its previous content.
+
+    k and v are [B, rows, heads, D or DV], own_keys is [groups, rows, pairs_per_group, D + DV]. Bit s of
+    `unneeded_ranks` is set if none of rank s's keys will be pulled.
+    """
+    call, is_free = begin_stage(ws, rank, WORLD, OP)
+    width = pairs_per_group * (D + DV)
+    for block in tl.range(tl.program_id(0), num_pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        pair = block % num_pairs
+        row = block // num_pairs * ROWS
+        end = tl.where(is_free, rows, row)
         keys = load_block(head_rows(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
         values = load_block(head_rows(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
-        target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
+        group = tl.cast(pair // pairs_per_group, tl.int64)
+        target = own_keys + group * rows * width + pair % pairs_per_group * (D + DV)
         store_block(HeadRows(target, width), keys, row, end, D)
         store_block(HeadRows(target + D, width), values, row, end, DV)
     end_stage(call, unneeded_ranks, WORLD)
 
 
 @triton.jit(do_not_specialize=_RELAY_UNSPECIALIZED)
-def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl.constexpr):
-    """Run one program between two copies: put the flag of a chunk of `source` (and pulled, if it is the `last` one),
-    then wait for rank `awaited`'s keys, or until group `freed` has been used. NONE: no such chunk, no such wait."""
+def relay_kernel(group, chunk, source, is_last_chunk, awaited_rank, freed_group, ws, rank, WORLD: tl.constexpr):
+    """Run one program between two copies: set the flag of a chunk of `source`, then wait until the next copy may run.
+
+    Also set pulled if it is the last chunk of `source`. The wait is for the keys of `awaited_rank`, or until
+    `freed_group` has been used. NONE: no such chunk or wait.
+    """
     call = current_call(ws, rank)
     if source != NONE:
         is_valid = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
-        put(call, rank, arrived_flag(group, chunk, WORLD), is_valid)
-        if last != 0:
-            put(call, source, PULLED * WORLD + rank, is_valid)
-    if freed != NONE:
-        wait(call, done_flag(freed, WORLD), rank, -1, WORLD, OP)
-    if awaited != NONE:
-        is_valid = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
-        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(is_valid, call.epoch, 0))
+        signal(call, rank, arrived_flag(group, chunk, WORLD), is_valid)
+        if is_last_chunk != 0:
+            signal(call, source, PULLED * WORLD + rank, is_valid)
+    if freed_group != NONE:
+        wait(call, done_flag(freed_group, WORLD), rank, -1, WORLD, OP)
+    if awaited_rank != NONE:
+        is_valid = wait(call, READY * WORLD + awaited_rank, awaited_rank, -1, WORLD, OP)
+        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited_rank), tl.where(is_valid, call.epoch, 0))
 
 
 class KeyChunk(NamedTuple):
-    """Rows [first, first + rows) of the keys of rank `source`."""
+    """Rows [first_row, first_row + num_rows) of the keys of rank `source`."""
 
     source: int
-    first: int
-    rows: int
+    first_row: int
+    num_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,50 +140,50 @@ class KeysLayout:
         rows: number of keys of each rank.
         chunks: chunks of this rank, in the order of their use; without its own keys.
         max_chunk_rows: largest number of rows in a rank's chunks; the same on all ranks, like all below.
-        pairs: number of pairs of a batch row and a key head.
-        groups: number of groups that the pairs are divided into; divides `pairs`.
+        num_pairs: number of pairs of a batch row and a key head.
+        num_groups: number of groups that the pairs are divided into; divides `num_pairs`.
     """
 
     rank: int
     rows: tuple[int, ...]
     chunks: tuple[KeyChunk, ...]
     max_chunk_rows: int
-    pairs: int
-    groups: int
+    num_pairs: int
+    num_groups: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
 
     @property
     def pairs_per_group(self) -> int:
-        return self.pairs // self.groups
+        return self.num_pairs // self.num_groups
 
     @property
     def own_rows(self) -> int:
         return self.rows[self.rank]
 
     @property
-    def slots(self) -> int:
-        return min(SLOTS, self.groups)
+    def num_slots(self) -> int:
+        return min(SLOTS, self.num_groups)
 
     @property
     def first_slot_row(self) -> int:
         """First row of the slots."""
-        return self.groups * max(self.rows)
+        return self.num_groups * max(self.rows)
 
     @cached_property
     def chunk_offsets(self) -> tuple[int, ...]:
-        """First row of each chunk in its slot, and the end of the last chunk."""
+        """First row of each chunk in its slot, and after these the end of the last chunk."""
         offsets = [0]
         for chunk in self.chunks:
-            offsets.append(offsets[-1] + chunk.rows)
+            offsets.append(offsets[-1] + chunk.num_rows)
         return tuple(offsets)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a rank's memory: rows, heads, elements."""
         return (
-            self.first_slot_row + self.slots * self.max_chunk_rows,
+            self.first_slot_row + self.num_slots * self.max_chunk_rows,
             self.pairs_per_group,
             self.head_dim + self.v_head_dim,
         )
@@ -185,14 +192,14 @@ class KeysLayout:
         """Return the bytes of the smallest workspace for this layout; the same on all ranks."""
         return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
 
-    def own_row_range(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of `rank`'s memory for its keys [first, first + rows), in heads of `group`."""
-        start = group * self.rows[rank] + first
-        return start, start + rows
+    def own_row_range(self, rank: int, group: int, first_row: int, num_rows: int) -> tuple[int, int]:
+        """Return the rows [start, stop) of `rank`'s memory for `num_rows` of its keys, in heads of `group`."""
+        start = group * self.rows[rank] + first_row
+        return start, start + num_rows
 
     def chunk_row_range(self, group: int, chunk: int) -> tuple[int, int]:
         """Return the rows [start, stop) of this rank's memory for a chunk, in heads of `group`."""
-        slot = self.first_slot_row + group % self.slots * self.max_chunk_rows
+        slot = self.first_slot_row + group % self.num_slots * self.max_chunk_rows
         return slot + self.chunk_offsets[chunk], slot + self.chunk_offsets[chunk + 1]
 
 
@@ -202,37 +209,39 @@ def data_offset(world_size: int) -> int:
     return -(-words * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
-def group_count(pairs: int, shard_bytes: int) -> int:
+def group_count(num_pairs: int, shard_bytes: int) -> int:
     """Return the number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
 
     >>> group_count(16, 64 << 20), group_count(6, 3 << 20), group_count(7, 0)
     (8, 3, 1)
     """
     max_groups = max(1, min(MAX_GROUPS.value, shard_bytes // LEAST_GROUP_BYTES))
-    return max(count for count in range(1, max_groups + 1) if pairs % count == 0)
+    return max(count for count in range(1, max_groups + 1) if num_pairs % count == 0)
 
 
-def scaled_timeout(timeout_ns: int, times: int) -> int:
-    """Return `times` times the deadline, limited to the longest one that kernels can count.
+def scaled_timeout(timeout_ns: int, factor: int) -> int:
+    """Return `factor` times the deadline, limited to the longest one that kernels can count.
 
     >>> scaled_timeout(5, 3), scaled_timeout(1 << 62, 3) == (1 << 63) - 1
     (15, True)
     """
-    return min(times * timeout_ns, _LONGEST_NS)
+    return min(factor * timeout_ns, _LONGEST_NS)
 
 
 class RingWorkspace(GatherWorkspace):
     """Memory for one rank's calls of ring attention only; at least `KeysLayout.nbytes` bytes."""
 
     def __init__(
-        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
+        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue_stream: torch.cuda.Stream | None = None
     ) -> None:
         # Created before the barrier at the end of super().__init__: after the barrier a peer's kernel may run and wait
         # for this rank, and while a kernel runs the driver may not create streams.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
-            self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
-        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, rescue=rescue)
+            self.streams = own_streams(
+                self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), has_high_priority=True
+            )
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, rescue_stream=rescue_stream)
 
     def keys(self, rank: int, layout: KeysLayout) -> Tensor:
         """Return the memory of `rank`, in the shape of `layout`.
@@ -252,11 +261,11 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
     arguments = {
         "k": heads_tensor(k),
         "v": heads_tensor(v),
-        "own": workspace.keys(workspace.rank, layout),
+        "own_keys": workspace.keys(workspace.rank, layout),
         "rows": layout.own_rows,
         "heads": k.shape[2],
-        "pairs": layout.pairs,
-        "per_group": layout.pairs_per_group,
+        "num_pairs": layout.num_pairs,
+        "pairs_per_group": layout.pairs_per_group,
         "unneeded_ranks": unneeded_ranks,
         "WORLD": workspace.world_size,
         "D": layout.head_dim,
@@ -265,19 +274,19 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "PADDED_DV": padded_head_dim(layout.v_head_dim),
         "maxnreg": 168,  # without it ptxas uses 72 registers and spills
     }
-    blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
-    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
+    num_blocks = layout.num_pairs * -(-layout.own_rows // ROWS.value)
+    return stage_kernel, (max(1, min(num_blocks, programs)),), arguments | workspace.arguments()
 
 
 class _Pull(NamedTuple):
-    """One copy: chunk number `chunk` in heads of `group`."""
+    """One copy: the chunk with index `chunk`, in heads of `group`."""
 
     group: int
     chunk: int
 
 
 class KeysPuller:
-    """Pulls the chunks of a call into this rank's slots, in the order of their use, on the workspace's side streams.
+    """Pulls the chunks of a call into this rank's slots, in the order of their use, on the workspace's streams.
 
     Sources are distributed over the streams in turn. Each stream is a chain of relay, copy, relay, copy, ..., relay. A
     relay is one warp, but needs an SM with room for it while others compute: leave at least one free.
@@ -288,32 +297,32 @@ class KeysPuller:
         self.layout = layout
         self._memory = [workspace.keys(rank, layout) for rank in range(workspace.world_size)]
         self._sources = list(dict.fromkeys(chunk.source for chunk in layout.chunks))
-        self._last_chunks = {chunk.source: number for number, chunk in enumerate(layout.chunks)}
-        self._first_chunks = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
+        self._last_chunks = {chunk.source: index for index, chunk in enumerate(layout.chunks)}
+        self._first_chunks = {chunk.source: index for index, chunk in reversed(list(enumerate(layout.chunks)))}
 
     def relay_launch(self, previous: _Pull | None, following: _Pull | None) -> KernelLaunch:
         """Return the relay between two copies: it signals the end of `previous` and waits until `following` may run."""
         layout, chunks = self.layout, self.layout.chunks
-        signal_arguments = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
+        signal_arguments = {"group": 0, "chunk": 0, "source": NONE.value, "is_last_chunk": 0}
         if previous is not None:
             source = chunks[previous.chunk].source
-            is_last = previous.chunk == self._last_chunks[source] and previous.group == layout.groups - 1
+            is_last = previous.chunk == self._last_chunks[source] and previous.group == layout.num_groups - 1
             signal_arguments = {
                 "group": previous.group,
                 "chunk": previous.chunk,
                 "source": source,
-                "last": int(is_last),
+                "is_last_chunk": int(is_last),
             }
         awaited_rank = freed_group = NONE.value
         if following is not None:
             source = chunks[following.chunk].source
-            if following.group >= layout.slots:
-                freed_group = following.group - layout.slots
+            if following.group >= layout.num_slots:
+                freed_group = following.group - layout.num_slots
             elif following.group == 0 and following.chunk == self._first_chunks[source]:
                 awaited_rank = source
         arguments = signal_arguments | {
-            "awaited": awaited_rank,
-            "freed": freed_group,
+            "awaited_rank": awaited_rank,
+            "freed_group": freed_group,
             "WORLD": self.workspace.world_size,
             "num_warps": 1,
         }
@@ -328,8 +337,8 @@ class KeysPuller:
         A relay that frees slots waits three times as long, and a timeout that exceeds 32 bits has another variant.
         """
         launches = [self.relay_launch(None, None)]
-        if self.layout.chunks and self.layout.groups > self.layout.slots:
-            launches.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
+        if self.layout.chunks and self.layout.num_groups > self.layout.num_slots:
+            launches.append(self.relay_launch(None, _Pull(self.layout.num_slots, 0)))
         return launches
 
     def pull(self, staged_event: torch.cuda.Event | None, groups: range) -> None:
@@ -351,9 +360,9 @@ class KeysPuller:
     def _pull_chain(self, groups: range, sources: Sequence[int]) -> None:
         previous = None
         for group in groups:
-            for number, chunk in enumerate(self.layout.chunks):
+            for index, chunk in enumerate(self.layout.chunks):
                 if chunk.source in sources:
-                    pull = _Pull(group, number)
+                    pull = _Pull(group, index)
                     run_kernel(self.relay_launch(previous, pull))
                     self._copy_chunk(pull)
                     previous = pull
@@ -363,7 +372,7 @@ class KeysPuller:
     def _copy_chunk(self, pull: _Pull) -> None:
         layout = self.layout
         chunk = layout.chunks[pull.chunk]
-        source_start, source_stop = layout.own_row_range(chunk.source, pull.group, chunk.first, chunk.rows)
+        source_start, source_stop = layout.own_row_range(chunk.source, pull.group, chunk.first_row, chunk.num_rows)
         target_start, target_stop = layout.chunk_row_range(pull.group, pull.chunk)
         source = self._memory[chunk.source][source_start:source_stop]
         self._memory[layout.rank][target_start:target_stop].copy_(source, non_blocking=True)

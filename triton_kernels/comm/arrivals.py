@@ -3,7 +3,7 @@
 Words in this rank's memory, int64, W each, all 0 when the kernel begins (the host's side: csrc/copy_engine/steps.h):
 
     arrived[s]  set to 1 by the copying stream once rank s's shard is in place
-    order[p]    set by the first program that asks for shard number p: 1 + the rank of that shard
+    order[p]    set by the first program that asks for the p-th shard to arrive: 1 + the rank of that shard
     order[W-1]  written by all programs: the time, so that every thread of a program reads the same one
 
 Memory order: the stream writes `arrived` after the copy, at system scope. A program that finds order[p] empty reads all
@@ -40,14 +40,14 @@ class Arrivals(NamedTuple):
 
 
 @triton.jit
-def next_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
-    """Return the rank of shard number `position`, once it can be read; -1 if none arrives in time.
+def next_shard(arrivals, position, taken_ranks, rank, WORLD: tl.constexpr):
+    """Return the rank of the shard at `position` of the order, once it can be read; -1 if none arrives in time.
 
-    `taken` has a bit for each rank whose shard was taken before.
+    `taken_ranks` has a bit for each rank whose shard was taken before.
     """
     chosen = read_flag(arrivals.order + position)
     if chosen == 0:
-        chosen = claim_shard(arrivals, position, taken, rank, WORLD)
+        chosen = claim_shard(arrivals, position, taken_ranks, rank, WORLD)
     source = tl.cast(chosen - 1, tl.int32)
     if source >= 0:
         read_flag(arrivals.arrived + source)
@@ -56,32 +56,32 @@ def next_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
-def claim_shard(arrivals, position, taken, rank, WORLD: tl.constexpr):
-    """Value of order[position] once it is set, by this program or another; 0 once the deadline has passed."""
-    place = arrivals.order + position
-    time = arrivals.order + WORLD - 1
-    start = program_time(time)
+def claim_shard(arrivals, position, taken_ranks, rank, WORLD: tl.constexpr):
+    """Return order[position] once it is set, by this program or another; 0 once the deadline has passed."""
+    order_slot = arrivals.order + position
+    clock = arrivals.order + WORLD - 1
+    start = program_time(clock)
     chosen = tl.cast(0, tl.int64)
     polls = 0
-    waiting = True
+    is_waiting = True
     # Shards are tried in the order of distance, so that no two ranks try the same shard first.
     distance = tl.arange(0, triton.next_power_of_2(WORLD))
     source = (distance + rank) % WORLD
-    others = (distance > 0) & (distance < WORLD)
-    while waiting:
-        here = tl.load(arrivals.arrived + source, mask=others, other=0, volatile=True)
-        free = others & (here == 1) & ((taken >> tl.cast(source, tl.int64)) & 1 == 0)
-        nearest = tl.min(tl.where(free, distance, WORLD), axis=0)
-        found = tl.where(nearest < WORLD, (nearest + rank) % WORLD + 1, 0)
-        # Threads may have found different ranks: the thread that swaps decides. Swapping in 0 changes nothing.
-        tl.atomic_cas(place, tl.cast(0, tl.int64), tl.cast(found, tl.int64), sem="acq_rel", scope="gpu")
-        chosen = read_flag(place)
+    is_other_rank = (distance > 0) & (distance < WORLD)
+    while is_waiting:
+        arrival_flags = tl.load(arrivals.arrived + source, mask=is_other_rank, other=0, volatile=True)
+        is_free = is_other_rank & (arrival_flags == 1) & ((taken_ranks >> tl.cast(source, tl.int64)) & 1 == 0)
+        nearest = tl.min(tl.where(is_free, distance, WORLD), axis=0)
+        candidate = tl.where(nearest < WORLD, (nearest + rank) % WORLD + 1, 0)
+        # Threads may have different candidates: the thread that swaps decides. Swapping in 0 changes nothing.
+        tl.atomic_cas(order_slot, tl.cast(0, tl.int64), tl.cast(candidate, tl.int64), sem="acq_rel", scope="gpu")
+        chosen = read_flag(order_slot)
         polls += 1
-        waiting = chosen == 0
-        if waiting:
+        is_waiting = chosen == 0
+        if is_waiting:
             pause()
             if polls % POLLS_PER_CLOCK == 0:
-                waiting = program_time(time) - start < arrivals.timeout_ns
+                is_waiting = program_time(clock) - start < arrivals.timeout_ns
     if chosen == 0:
         tl.store(arrivals.expired, 1)
     return chosen

@@ -4,10 +4,10 @@
 
 One call of a rank is several launches:
 
-    1. stage    copies the shard into this rank's region, where peers can read it, and puts ready
-    2. a kernel that loads from the peers' regions, and puts pulled when it is done
+    1. stage    copies the shard into this rank's region, where peers can read it, and signals ready
+    2. a kernel that loads from the peers' regions, and signals pulled when it is done
 
-Words in a rank's memory, W each, put by rank s:
+Words in a rank's memory, W each, set by rank s:
 
     begun[s]    rank s has begun the call
     ready[s]    rank s's shard is in its region, as contiguous rows
@@ -19,7 +19,7 @@ e+1 once all peers have pulled e, and they pull e+1 once it is staged. Flags onl
 `stage` advances the call number; the call's other launches read it (`signals.current_call`). The stream orders them
 after `stage` and before the next `stage`, so a CUDA graph may capture all of it.
 
-Memory order: the programs of `stage` increment a counter (acq_rel), the last one puts ready (release.sys), and the
+Memory order: the programs of `stage` increment a counter (acq_rel), the last one signals ready (release.sys), and the
 reader waits for ready (acquire.sys).
 
 Deadlines are those of `signals`. A shard that did not arrive is NaN in `gathered`, as are all results of it. A rank
@@ -50,10 +50,10 @@ from .signals import (
     is_last,
     is_unbroken,
     poll,
-    put,
-    put_all,
     read_flag,
     record_expired_wait,
+    signal,
+    signal_all,
 )
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))
@@ -64,7 +64,7 @@ PULLED = tl.constexpr(2)
 RUNS = tl.constexpr(3)
 ALIGNMENT = tl.constexpr(DATA_ALIGNMENT)
 
-# Counters of `state`.
+# Indices of counters in `state`.
 STAGED = tl.constexpr(0)  # programs of `stage` that have copied their share
 DONE = tl.constexpr(1)  # programs that no longer read the peers' regions
 
@@ -77,29 +77,29 @@ BLOCK_COLUMNS = tl.constexpr(512)
 def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
     """Begin a call; return (call, True if all peers have read this rank's region of the previous call)."""
     call = begin(ws, rank, WORLD)
-    pulled = flag_at(call, rank, PULLED * WORLD)
-    free = all_reached(pulled, call.epoch - 1, rank, WORLD) & (call.epoch > 0)
-    if not free:
-        free = True
+    pulled_flags = flag_at(call, rank, PULLED * WORLD)
+    is_free = all_reached(pulled_flags, call.epoch - 1, rank, WORLD) & (call.epoch > 0)
+    if not is_free:
+        is_free = True
         for distance in tl.range(1, WORLD):
-            free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
-    return call, free
+            is_free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & is_free
+    return call, is_free
 
 
 @triton.jit
 def end_stage(call, unneeded_ranks, WORLD: tl.constexpr):
-    """Put ready once all programs have copied their share, and advance the call number.
+    """Signal ready once all programs have copied their share, and advance the call number.
 
     `unneeded_ranks` has a bit for each rank from which this rank will pull nothing.
     """
     if is_last(call, STAGED, tl.num_programs(0)):
         # By now all programs have read the call number, and a program that may not write has recorded its expired wait.
         is_valid = is_unbroken(call)
-        put_all(call, call.rank + READY * WORLD, is_valid, WORLD)
+        signal_all(call, call.rank + READY * WORLD, is_valid, WORLD)
         if unneeded_ranks != 0:
             for peer in tl.range(0, WORLD):
                 if (unneeded_ranks >> tl.cast(peer, tl.int64)) & 1 != 0:
-                    put(call, peer, PULLED * WORLD + call.rank, is_valid)
+                    signal(call, peer, PULLED * WORLD + call.rank, is_valid)
         tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
@@ -107,16 +107,16 @@ def end_stage(call, unneeded_ranks, WORLD: tl.constexpr):
 def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     """True once `peer` has read this rank's region of the previous call; otherwise as `wait`."""
     epoch = tl.maximum(call.epoch - 1, 0)
-    before = SignalledCall(call.ws, call.rank, epoch)
+    previous_call = SignalledCall(call.ws, call.rank, epoch)
     index = PULLED * WORLD + peer
-    seen = read_flag(flag_at(call, call.rank, index))
-    if seen < epoch:
-        seen = poll(before, index, peer, seen)
-        if seen < epoch:
+    value = read_flag(flag_at(call, call.rank, index))
+    if value < epoch:
+        value = poll(previous_call, index, peer, value)
+        if value < epoch:
             # Recorded under this call: all its programs must agree that no wait had expired when it began.
-            record_expired_wait(call, peer, -1, seen < 0, WORLD, OP)
+            record_expired_wait(call, peer, -1, value < 0, WORLD, OP)
     tl.debug_barrier()
-    return (seen >= epoch) & (call.epoch > 0)
+    return (value >= epoch) & (call.epoch > 0)
 
 
 @triton.jit
@@ -131,19 +131,20 @@ def shard_pointer(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
 def fill_nan(ptr, count):
     """Store NaN in `count` elements from `ptr` on."""
     nan = rounded(tl.full((1024,), float("nan"), tl.float32), ptr.dtype.element_ty)
-    for first in tl.range(0, tl.cast(count, tl.int64), 1024, num_stages=1):
-        places = first + tl.arange(0, 1024)
-        tl.store(ptr + places, nan, mask=places < count)
+    for start in tl.range(0, tl.cast(count, tl.int64), 1024, num_stages=1):
+        offsets = start + tl.arange(0, 1024)
+        tl.store(ptr + offsets, nan, mask=offsets < count)
 
 
 @triton.jit
 def copy_rows(source, strides, target, rows, K, is_valid):
     """Copy [rows, K] to contiguous rows, unless `is_valid` is False; the programs of a launch share the work."""
-    blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
-        block_m = block // blocks_n
-        row = block_m.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        column = (block - block_m * blocks_n).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    num_column_blocks = tl.cdiv(K, BLOCK_COLUMNS)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * num_column_blocks, tl.num_programs(0)):
+        row_block = block // num_column_blocks
+        column_block = block - row_block * num_column_blocks
+        row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        column = column_block.to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
         mask = (row < rows) & (column < K) & is_valid
         values = tl.load(source + row * strides[0] + column * strides[1], mask=mask)
         tl.store(target + row * K + column, values, mask=mask)
@@ -152,8 +153,8 @@ def copy_rows(source, strides, target, rows, K, is_valid):
 @triton.jit(do_not_specialize=["rank", "rows"])
 def stage_kernel(x_ptr, rows, K, strides, ws, rank, WORLD: tl.constexpr):
     """Begin a call: copy x [rows, K] to this rank's region, once all peers have read its previous content."""
-    call, free = begin_stage(ws, rank, WORLD, OP)
-    copy_rows(x_ptr, strides, shard_pointer(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
+    call, is_free = begin_stage(ws, rank, WORLD, OP)
+    copy_rows(x_ptr, strides, shard_pointer(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, is_free)
     end_stage(call, tl.cast(0, tl.int64), WORLD)
 
 
@@ -168,9 +169,9 @@ class GatherWorkspace(Workspace):
     half_count = 1  # all calls use the same memory; see the module docstring
 
     def __init__(
-        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
+        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue_stream: torch.cuda.Stream | None = None
     ) -> None:
-        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16, rescue=rescue)
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16, rescue_stream=rescue_stream)
         self.handle = handle
         # Offset of the buffer in the memory that `handle.get_buffer` returns, the same on all ranks.
         self.buffer_offset = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
@@ -178,7 +179,7 @@ class GatherWorkspace(Workspace):
         self.loaded_keys: set[Any] = set()  # keys of calls whose kernels are on the device
 
     def require_bytes(self, needed_bytes: int) -> None:
-        """Raise ValueError if the workspace has fewer than `needed` bytes."""
+        """Raise ValueError if the workspace has fewer than `needed_bytes` bytes."""
         if needed_bytes > self.nbytes:
             raise ValueError(
                 f"The workspace has {self.nbytes} bytes; this call needs {needed_bytes}. Create a larger one."
@@ -200,8 +201,8 @@ class Shards:
 
     def rank_rows(self, rank: int) -> tuple[int, int]:
         """Return (first row, number of rows) of `rank`."""
-        first = min(rank * self.rows_per_rank, self.rows)
-        return first, min(self.rows_per_rank, self.rows - first)
+        first_row = min(rank * self.rows_per_rank, self.rows)
+        return first_row, min(self.rows_per_rank, self.rows - first_row)
 
 
 # (kernel, grid, arguments by name) of a launch that has not been issued yet.
@@ -211,7 +212,7 @@ KernelLaunch = tuple[Any, tuple[int], dict[str, Any]]
 def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> KernelLaunch:
     """Return the launch that begins a call, with at most `programs` programs."""
     rows, k = x_shard.shape
-    blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
+    num_blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
     arguments = {
         "x_ptr": x_shard,
         "rows": rows,
@@ -219,7 +220,7 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
         "strides": x_shard.stride(),
         "WORLD": workspace.world_size,
     }
-    return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
+    return stage_kernel, (max(1, min(num_blocks, programs)),), arguments | workspace.arguments()
 
 
 def run_kernel(launch: KernelLaunch) -> None:

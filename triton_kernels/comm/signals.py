@@ -1,25 +1,25 @@
 """Signals between ranks inside a kernel, and the workspace that holds them.
 
-A kernel begins a call, puts flags at other ranks, waits for flags that other ranks put here, and ends the call.
+A kernel begins a call, sets flags at other ranks, waits for flags that other ranks set here, and ends the call.
 
 Every rank has a workspace of two halves, mapped by all ranks. Call number `epoch` uses half `epoch % 2`:
 
-    word 0 .. W-1   begun: word s is put by rank s when it begins the call
+    word 0 .. W-1   begun: word s is set by rank s when it begins the call
     word W ..       flags: each has one writer and one reader per call, chosen by the kernel
     bytes           data, after the first 64th of the half, which is reserved for words in every launch
 
 A flag is an int64 that holds the number of the last call that set it. It is set if `flag >= epoch`, so nothing is
 zeroed between calls, and data may not be stored where a later launch may have a flag. (32 bits are too few: a flag
 unused for 2^31 calls, 6 hours at 10 us each, would look set.) Calls are counted in device memory: every program reads
-the number when it begins and the last to end advances it, so each replay of a CUDA graph continues the count.
+the number when it begins, and the last program to end advances it. So each replay of a CUDA graph continues the count.
 
 Patterns, and the memory order of each:
 
-    put          1. all threads store a tile; 2. barrier of the threads; 3. one thread does st.release.sys on a flag at
+    signal       1. all threads store a tile; 2. barrier of the threads; 3. one thread does st.release.sys on a flag at
                  the reader. The release is cumulative: a reader that sees the flag sees the tile, through NVLink as
-                 well as in shared memory. put_all: one thread per rank; the fence of a release waits until all earlier
-                 stores have arrived, and the fences of these threads wait at the same time. Atomics are used only on
-                 memory of their own GPU, so links need not support them.
+                 well as in shared memory. signal_all: one thread per rank. The fence of a release waits until all
+                 earlier stores have arrived, and the fences of these threads wait at the same time. Atomics are used
+                 only on memory of their own GPU, so links need not support them.
     wait         1. one thread polls a flag of its own rank with acquire.sys (adding 0, which Triton compiles to a
                  load); 2. Triton broadcasts the value to the other threads through a barrier; 3. one more barrier keeps
                  the loads of the tile by all threads behind it. Polls stay on this GPU, because a flag is stored at its
@@ -32,8 +32,8 @@ Patterns, and the memory order of each:
     count        programs of one rank increment a counter (atom.acq_rel.gpu); the last one continues. None waits.
 
 Progress. Programs wait only for programs of the same number (`tl.program_id(0)`) on other ranks, and these waits form
-no cycle: all programs first compute and put, then sum, then copy. So a kernel ends if all its programs run at once, in
-order on fewer SMs, or one after the other, as in the interpreter. All ranks must launch the same number of programs.
+no cycle: all programs first compute and signal, then sum, then copy. So a kernel ends if all its programs run at once,
+in order on fewer SMs, or one after the other, as in the interpreter. All ranks must launch equally many programs.
 
 Rules for kernels. Threads store and load the data: a completed wait for a TMA store means that the store has read
 shared memory, not that it has written. No wait is in a loop that Triton pipelines (one with a dot), because pipelining
@@ -43,10 +43,10 @@ Failure. No wait is unbounded. One that lasts longer than `timeout_ns` writes an
 all later waits of the workspace return at once: the kernel runs to its end, with wrong results, and the CUDA context
 stays usable. A rank that gave up
 
-    - puts `-epoch` instead of `epoch` for a result whose input did not arrive, so that no peer uses it;
+    - signals `-epoch` instead of `epoch` for a result whose input did not arrive, so that no peer uses it;
     - in later calls (queued, or in a graph that is replayed) writes no data to peers, which may be calls behind and
-      still reading: `begin` puts `-epoch` as begun, so that peers expect nothing, and the call writes all else to this
-      rank's own memory.
+      still reading: `begin` sets the begun words to `-epoch`, so that peers expect nothing, and the call writes all
+      else to this rank's own memory.
 
 So the data is right whenever a wait returns True. `Workspace.leave` ends the waits of peers in the same way, for a host
 that makes no more calls. The record is in host memory, so that `Workspace.expired_wait` can read it while kernels run;
@@ -71,7 +71,7 @@ from ..cache_keys import fix_cache_keys
 from ..language import all_reached, now_ns, pause, store_release, store_release_all
 from .streams import own_streams
 
-# The words below have the same numbers in csrc/cuda/protocol.h: Triton and CUDA kernels use the same workspaces.
+# Keep these word indices in sync with csrc/cuda/protocol.h: Triton and CUDA kernels share workspaces.
 
 # Words of a workspace's `state`, int64, in this rank's private memory.
 EPOCH = tl.constexpr(0)  # number of calls that have ended; negative once this rank has given up
@@ -138,9 +138,9 @@ class SignalledCall(NamedTuple):
 
 @triton.jit
 def half_at(call, rank):
-    """Address of this call's half of `rank`'s workspace; of this rank's own workspace if it gave up before."""
-    place = tl.where(call.epoch > 0, rank, call.rank)
-    return tl.load(call.ws.workspaces + place) + (call.epoch & 1) * call.ws.half_bytes
+    """Return the address of this call's half of `rank`'s workspace; of this rank's own if it gave up before."""
+    target_rank = tl.where(call.epoch > 0, rank, call.rank)
+    return tl.load(call.ws.workspaces + target_rank) + (call.epoch & 1) * call.ws.half_bytes
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def is_unbroken(call):
 
 @triton.jit
 def read_flag(flag):
-    """Acquire: the flag's current value, the same for all threads."""
+    """Acquire: return the flag's current value, the same for all threads."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
 
 
@@ -171,12 +171,12 @@ def read_flag(flag):
 def begin(ws, rank, WORLD: tl.constexpr):
     """Begin the call on this rank and notify all ranks; every program does this first."""
     epoch = tl.abs(tl.load(ws.state + EPOCH)) + 1
-    expired = tl.load(ws.state + EXPIRED)
+    expired_call = tl.load(ws.state + EXPIRED)
     # A wait of this call may expire before its last program begins, and all programs must decide the same.
-    number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
+    signed_epoch = tl.where((expired_call != 0) & (expired_call < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
-        release_all(SignalledCall(ws, rank, epoch), rank, number, WORLD)
-    return SignalledCall(ws, rank, number)
+        release_all(SignalledCall(ws, rank, epoch), rank, signed_epoch, WORLD)
+    return SignalledCall(ws, rank, signed_epoch)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def put(call, rank, index, is_valid):
+def signal(call, rank, index, is_valid):
     """Release: set flag `index` at `rank`. A program there that waits for the flag sees this program's earlier stores.
 
     `is_valid` False: the stores are invalid, because some of their input did not arrive.
@@ -201,15 +201,15 @@ def put(call, rank, index, is_valid):
 
 
 @triton.jit
-def put_local(call, index):
-    """Put flag `index` at this rank itself, by an atomic, which takes fewer registers than `put` and uses no link."""
+def signal_local(call, index):
+    """Set flag `index` at this rank itself, by an atomic: it takes fewer registers than `signal`, and uses no link."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
 
 
 @triton.jit
-def put_all(call, index, is_valid, WORLD: tl.constexpr):
-    """Put flag `index` at all ranks, including this one."""
+def signal_all(call, index, is_valid, WORLD: tl.constexpr):
+    """Set flag `index` at all ranks, including this one, as `signal`."""
     tl.debug_barrier()
     release_all(call, index, flag_value(call, is_valid), WORLD)
 
@@ -230,33 +230,33 @@ def release_all(call, index, value, WORLD: tl.constexpr):
 
 @triton.jit
 def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
-    """Acquire: True once `source` has put flag `index` of this rank; False, with an error record, if it will not.
+    """Acquire: True once `source` has set flag `index` of this rank; False, with an error record, if it will not.
 
     `tile` is written to the record.
     """
-    seen = read_flag(flag_at(call, call.rank, index))
-    if seen < call.epoch:
-        seen = poll(call, index, source, seen)
-        if seen < call.epoch:
-            record_expired_wait(call, source, tile, seen < 0, WORLD, OP)
+    value = read_flag(flag_at(call, call.rank, index))
+    if value < call.epoch:
+        value = poll(call, index, source, value)
+        if value < call.epoch:
+            record_expired_wait(call, source, tile, value < 0, WORLD, OP)
     tl.debug_barrier()
-    return (seen >= call.epoch) & (call.epoch > 0)
+    return (value >= call.epoch) & (call.epoch > 0)
 
 
 @triton.jit
-def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
-    """Acquire: True once every rank s has put flag `first` + s of this rank; False if one of them will not."""
-    is_valid = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
+def wait_all(call, first_flag, tile, WORLD: tl.constexpr, OP: tl.constexpr):
+    """Acquire: True once every rank s has set flag `first_flag` + s of this rank; False if one of them will not."""
+    is_valid = all_reached(flag_at(call, call.rank, first_flag), call.epoch, -1, WORLD) & (call.epoch > 0)
     if not is_valid:
         is_valid = True
         # Not unrolled, here and elsewhere: each copy would inline the whole timeout path of wait().
         for source in tl.range(0, WORLD):
-            is_valid = wait(call, first + source, source, tile, WORLD, OP) & is_valid
+            is_valid = wait(call, first_flag + source, source, tile, WORLD, OP) & is_valid
     return is_valid
 
 
 @triton.jit
-def poll(call, index, source, seen):
+def poll(call, index, source, value):
     """Return the value of flag `index` once it is set or the deadline has passed; negative if `source` has given up.
 
     All threads take the same branches, since each condition is on a value read by an atomic.
@@ -265,28 +265,28 @@ def poll(call, index, source, seen):
     clock = call.ws.state + CLOCK
     start = program_time(clock)
     polls = 0
-    waiting = (seen >= 0) & ~hopeless(call, source)
-    while waiting:
+    is_waiting = (value >= 0) & ~cannot_arrive(call, source)
+    while is_waiting:
         pause()
-        seen = read_flag(flag)
+        value = read_flag(flag)
         polls += 1
-        waiting = (seen < call.epoch) & (seen >= 0)
-        if waiting & (polls % POLLS_PER_CLOCK == 0):
+        is_waiting = (value < call.epoch) & (value >= 0)
+        if is_waiting & (polls % POLLS_PER_CLOCK == 0):
             if read_flag(flag_at(call, call.rank, source)) < 0:
-                # `source` has given up. All that it put before, in this call too, is visible by now.
-                seen = read_flag(flag)
-                seen = tl.where(seen < call.epoch, -call.epoch, seen)
-                waiting = False
+                # `source` has given up. All flags that it set before, in this call too, are visible by now.
+                value = read_flag(flag)
+                value = tl.where(value < call.epoch, -call.epoch, value)
+                is_waiting = False
             else:
-                waiting = (program_time(clock) - start < call.ws.timeout_ns) & ~hopeless(call, source)
-    return seen
+                is_waiting = (program_time(clock) - start < call.ws.timeout_ns) & ~cannot_arrive(call, source)
+    return value
 
 
 @triton.jit
-def hopeless(call, source):
+def cannot_arrive(call, source):
     """True if a wait has expired already, or the host has ended the waits for `source`."""
-    stopped = tl.atomic_add(call.ws.state + UNREACHABLE_RANKS, 0, sem="relaxed", scope="gpu")
-    return ~is_unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
+    unreachable_bits = tl.atomic_add(call.ws.state + UNREACHABLE_RANKS, 0, sem="relaxed", scope="gpu")
+    return ~is_unbroken(call) | ((unreachable_bits >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
 @triton.jit
@@ -299,19 +299,19 @@ def program_time(word):
 @triton.jit
 def record_expired_wait(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
     """Write the error record unless there is one: only the first wait to expire is reported."""
-    none = tl.cast(0, tl.int64)
-    if tl.atomic_cas(call.ws.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
-        absent = none
+    zero = tl.cast(0, tl.int64)
+    if tl.atomic_cas(call.ws.state + EXPIRED, zero, call.epoch, sem="relaxed", scope="gpu") == 0:
+        absent_ranks = zero
         for peer in tl.range(0, WORLD):
-            begun = read_flag(flag_at(call, call.rank, peer))
-            late = (begun >= 0) & (begun < call.epoch)
-            absent += late.to(tl.int64) << tl.cast(peer, tl.int64)
+            begun_call = read_flag(flag_at(call, call.rank, peer))
+            is_late = (begun_call >= 0) & (begun_call < call.epoch)
+            absent_ranks += is_late.to(tl.int64) << tl.cast(peer, tl.int64)
         tl.store(call.ws.error + ERROR_OP, OP)
         tl.store(call.ws.error + ERROR_CALL, call.epoch)
         tl.store(call.ws.error + ERROR_RANK, call.rank)
         tl.store(call.ws.error + ERROR_TILE, tile)
         tl.store(call.ws.error + ERROR_SOURCE, source)
-        tl.store(call.ws.error + ERROR_ABSENT, absent)
+        tl.store(call.ws.error + ERROR_ABSENT, absent_ranks)
         tl.store(call.ws.error + ERROR_GAVE_UP, gave_up.to(tl.int64))
         tl.debug_barrier()
         # A fence at system scope, on a word of this GPU: not every host supports GPU atomics on its memory.
@@ -326,12 +326,12 @@ def is_last(call, counter, count):
     The counter is reset to zero for the next call.
     """
     tl.debug_barrier()
-    arrived = tl.atomic_add(call.ws.state + COUNTERS + counter, 1, sem="acq_rel", scope="gpu")
-    last = arrived == count - 1
-    if last:
+    previous_count = tl.atomic_add(call.ws.state + COUNTERS + counter, 1, sem="acq_rel", scope="gpu")
+    is_last_arrival = previous_count == count - 1
+    if is_last_arrival:
         tl.atomic_xchg(call.ws.state + COUNTERS + counter, 0, sem="relaxed", scope="gpu")
     tl.debug_barrier()
-    return last
+    return is_last_arrival
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -385,7 +385,7 @@ class ExpiredWait:
     op: str
     call: int
     rank: int  # the rank that waited
-    tile: int | None  # None: it waited for the call to begin
+    tile: int | None  # None: it waited for `source` to begin the call
     source: int  # the rank that it waited for
     absent_ranks: tuple[int, ...]  # ranks that had not begun the call
     gave_up: bool  # `source` gave up, because it waited for another rank in vain or raised an error
@@ -413,7 +413,8 @@ class Workspace:
         handle: maps the peers' buffers. All ranks create their workspaces at the same time (there is a barrier).
         timeout_seconds: longest wait for a peer.
         counters: largest number of rows of tiles in a launch that counts them.
-        rescue: GPU stream in which no work waits; workspaces may share it. None: create one for this workspace.
+        rescue_stream: GPU stream in which no work waits, so that copies in it can end the waits of kernels. Workspaces
+            may share it. None: create one for this workspace.
 
     Attributes:
         half_count: 2: calls alternate between the halves of the buffer; 1: all calls use the same memory.
@@ -435,7 +436,7 @@ class Workspace:
         *,
         timeout_seconds: float,
         counters: int = MAX_TILE_ROWS,
-        rescue: torch.cuda.Stream | None = None,
+        rescue_stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.rank = handle.rank
         self.world_size = handle.world_size
@@ -453,10 +454,10 @@ class Workspace:
         # Host memory that the GPU maps, so that reading it waits for no kernel.
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         self._error_flag = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * ERROR_SET.value)
-        self._stop_bits = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
-        if rescue is None and buffer.is_cuda:
-            rescue = own_streams(self, device, 1, urgent=True)[0]
-        self._rescue = rescue
+        self._unreachable_bits = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
+        if rescue_stream is None and buffer.is_cuda:
+            rescue_stream = own_streams(self, device, 1, has_high_priority=True)[0]
+        self._rescue_stream = rescue_stream
         # Loads the kernel that `leave` needs. Loading waits for running kernels, one of which might wait for `leave`.
         self._set_expired(0)
         if buffer.is_cuda:
@@ -528,21 +529,22 @@ class Workspace:
 
         Use it if the host knows that a peer's process has exited. Any thread may call it, not only the launching one.
         """
-        self._stop_bits |= -1 if rank is None else 1 << rank
+        self._unreachable_bits |= -1 if rank is None else 1 << rank
         word = self.state[UNREACHABLE_RANKS.value : UNREACHABLE_RANKS.value + 1]
-        if self._rescue is None:
-            word.copy_(self._stop_bits)
+        if self._rescue_stream is None:
+            word.copy_(self._unreachable_bits)
         else:
             # A copy from host memory, not a kernel: waiting kernels may leave no SM free.
-            with torch.cuda.stream(self._rescue):
-                word.copy_(self._stop_bits, non_blocking=True)
+            with torch.cuda.stream(self._rescue_stream):
+                word.copy_(self._unreachable_bits, non_blocking=True)
 
     def expired_wait(self) -> ExpiredWait | None:
         """Return the first wait to expire, or None. Never blocks, even while kernels run.
 
         Once a wait has expired, calls of this workspace return wrong results on some ranks: do not use it again.
         """
-        if not self._error_flag.value:  # checked in every call, and reading a tensor's element takes microseconds
+        # Read through ctypes: this runs in every call, and indexing a tensor takes microseconds.
+        if not self._error_flag.value:
             return None
         words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
         tile = words[ERROR_TILE.value]

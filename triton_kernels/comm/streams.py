@@ -3,8 +3,8 @@
 Work that a kernel waits for must not be queued behind that kernel. On a pool stream it may be: the caller's own stream
 can be the same one, also through the capture of a CUDA graph. Nor may it be queued behind a kernel that does not fit
 on the GPU yet: until that kernel fits, a GPU places no block of a later kernel, unless the later one has a higher
-priority. An NCCL collective launched in clusters can be such a kernel, so work that a kernel waits for uses `urgent`
-streams.
+priority. An NCCL collective launched in clusters can be such a kernel, so work that a kernel waits for uses streams of
+high priority.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ _free_streams: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
 _lock = threading.RLock()  # reentrant: the garbage collector may return streams while this thread holds the lock
 
 
-def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream]:
+def own_streams(
+    owner: object, device: torch.device, count: int, *, has_high_priority: bool = False
+) -> list[torch.cuda.Stream]:
     """Return `count` streams of `device` that belong to `owner`; others may get them only once `owner` is deleted.
 
     Args:
-        urgent: use the device's greatest priority; else the least, the default of streams.
+        has_high_priority: use the device's greatest priority; else the least, the default of streams.
 
     Raises:
         RuntimeError: the driver cannot create a stream.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
-        key = index, urgent
+        key = index, has_high_priority
         free_streams = _free_streams.setdefault(key, [])
-        streams = [free_streams.pop() if free_streams else _create_stream(index, urgent) for _ in range(count)]
+        streams = [
+            free_streams.pop() if free_streams else _create_stream(index, has_high_priority) for _ in range(count)
+        ]
     weakref.finalize(owner, _return_streams, key, streams).atexit = False
     return list(streams)
 
@@ -49,14 +53,14 @@ def _return_streams(key: tuple[int, bool], streams: list[torch.cuda.ExternalStre
         _free_streams[key].extend(streams)
 
 
-def _create_stream(index: int, urgent: bool) -> torch.cuda.ExternalStream:
+def _create_stream(index: int, has_high_priority: bool) -> torch.cuda.ExternalStream:
     torch.cuda.init()
     # Created by the driver: torch's cudart().cudaStreamCreate makes one that is serialized with the default stream.
-    handle = new_stream(ctypes.CDLL("libcuda.so.1"), index, urgent)
+    handle = new_stream(ctypes.CDLL("libcuda.so.1"), index, has_high_priority)
     return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))
 
 
-def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
+def new_stream(driver: Any, index: int, has_high_priority: bool = False) -> int:
     """Create a stream of GPU `index` and return its handle, also while this thread captures a CUDA graph.
 
     No stream is queried, and this thread's context is restored. The device's primary context, which torch uses too,
@@ -64,7 +68,7 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
 
     Args:
         driver: libcuda, loaded by ctypes.
-        urgent: see `own_streams`.
+        has_high_priority: see `own_streams`.
 
     Raises:
         RuntimeError: a call of the driver fails.
@@ -85,7 +89,7 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
         try:
             least, greatest = ctypes.c_int(), ctypes.c_int()
             call_driver("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
-            priority = (greatest if urgent else least).value
+            priority = (greatest if has_high_priority else least).value
             call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
         finally:
             call_driver("cuCtxPopCurrent_v2", ctypes.byref(previous_context))

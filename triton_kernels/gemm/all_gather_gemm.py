@@ -50,7 +50,7 @@ from ..comm.gather import (
     fill_nan,
     shard_pointer,
 )
-from ..comm.signals import current_call, is_last, is_unbroken, put_all, wait
+from ..comm.signals import current_call, is_last, is_unbroken, signal_all, wait
 from ..language import async_fence, zeros
 from .tiles import (
     GemmConfig,
@@ -60,7 +60,7 @@ from .tiles import (
     Matrix,
     add_product,
     descriptor,
-    is_swapped,
+    is_column_major,
     plan_loads,
     store_result,
     tile_position,
@@ -83,28 +83,28 @@ class Weight(NamedTuple):
 
 
 @triton.jit
-def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first, C: tl.constexpr):
-    """Rows y_row.. of y = `rows` rows of x from x_row on @ w^T (+ bias): tiles first, first + programs, ...
+def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first_tile, C: tl.constexpr):
+    """Multiply `rows` rows of x from x_row on by w^T (+ bias), into y from y_row on: tiles first_tile, + programs, ...
 
-    Returns the tile of the next shard or weight with which this program begins.
+    Return the tile of the next shard or weight with which this program begins.
     """
     tiles_m = tl.cdiv(rows, C.BLOCK_M)
     tiles_n = tl.cdiv(weight.n, C.BLOCK_N)
-    tiles = tiles_m * tiles_n
-    programs = tl.num_programs(0)
+    num_tiles = tiles_m * tiles_n
+    num_programs = tl.num_programs(0)
     y = Matrix(weight.y + tl.cast(y_row, tl.int64) * weight.n, weight.n)
-    for tile in tl.range(first, tiles, programs, flatten=C.FLATTEN):
+    for tile in tl.range(first_tile, num_tiles, num_programs, flatten=C.FLATTENS_LOOP):
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
-        total = zeros(C.BLOCK_M, C.BLOCK_N)
+        acc = zeros(C.BLOCK_M, C.BLOCK_N)
         sizes = GemmSizes(K, (K, 1), weight.strides)
-        total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
-        store_result(y, total, bias_ptr, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE)
-    return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
+        acc = add_product(acc, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
+        store_result(y, acc, bias_ptr, tile_m, tile_n, rows, weight.n, C.SPLITS_STORE)
+    return first_tile + tl.cdiv(tl.maximum(num_tiles - first_tile, 0), num_programs) * num_programs - num_tiles
 
 
 @triton.jit
-def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: tl.constexpr):
-    """Store NaN in the rows of [M, N] of ranks whose bits are set in `missing`; in all rows if not KNOWN.
+def fill_missing_ranks(ptr, missing_ranks, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: tl.constexpr):
+    """Store NaN in the rows of [M, N] of ranks whose bits are set in `missing_ranks`; in all rows if not KNOWN.
 
     Other programs may have seen a shard that this one has not, and store its results: each element is right or NaN.
     """
@@ -112,7 +112,7 @@ def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: 
         for source in tl.range(0, WORLD):
             row = tl.minimum(source * rows_per_rank, M)
             rows = tl.minimum(M - row, rows_per_rank)
-            if (missing >> tl.cast(source, tl.int64)) & 1 != 0:
+            if (missing_ranks >> tl.cast(source, tl.int64)) & 1 != 0:
                 fill_nan(ptr + tl.cast(row, tl.int64) * N, tl.cast(rows, tl.int64) * N)
     else:
         fill_nan(ptr, tl.cast(M, tl.int64) * N)
@@ -123,52 +123,54 @@ def all_gather_gemm_kernel(
     x_own, x, w0, w1, w2, b0, b1, b2, weights, gathered_ptr,
     M, K, rows_per_rank,
     ws, arrivals, rank, WORLD: tl.constexpr,
-    DIRECT: tl.constexpr, LAST: tl.constexpr,
+    DIRECT: tl.constexpr, IS_LAST_LAUNCH: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """x_own [rows of this rank, K] and x [M, K] are contiguous. If DIRECT, x is None, else ws is None.
+    """Multiply this rank's rows, and then each arriving shard, by up to MAX_WEIGHTS weights.
 
-    With TMA x_own, x and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i}
-    its bias or None.
+    x_own [rows of this rank, K] and x [M, K] are contiguous. If DIRECT, x is None, else ws is None. With TMA x_own, x
+    and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i} its bias or None.
     """
     operands, biases = (w0, w1, w2), (b0, b1, b2)
     ELEMENT: tl.constexpr = weights[0].y.dtype.element_ty
     WEIGHTS: tl.constexpr = len(weights)
-    first = tl.program_id(0)
+    first_tile = tl.program_id(0)
     own_row = tl.minimum(rank * rows_per_rank, M)
     own_rows = tl.minimum(M - own_row, rows_per_rank)
     if C.TMA:
         # A descriptor cannot be chosen while the kernel runs, so the tiles of x_own have a loop of their own.
         for i in tl.static_range(WEIGHTS):
-            first = multiply_shard(x_own, operands[i], weights[i], biases[i], 0, own_row, own_rows, K, first, C)
+            first_tile = multiply_shard(
+                x_own, operands[i], weights[i], biases[i], 0, own_row, own_rows, K, first_tile, C
+            )
 
-    one = tl.cast(1, tl.int64)
-    taken = one << tl.cast(rank, tl.int64)  # bit s: rank s's rows have been multiplied, or are being
-    missing = one - 1  # bit s: rank s's shard did not arrive; if copied, only that some shard did not
+    one_i64 = tl.cast(1, tl.int64)
+    taken_ranks = one_i64 << tl.cast(rank, tl.int64)  # bit s: rank s's rows have been multiplied, or are being
+    missing_ranks = one_i64 - 1  # bit s: rank s's shard did not arrive; if copied, any bit: some shard did not
     position = 1 if C.TMA else 0
     if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that never runs
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
             # `source` is computed again for each shard, so that it takes no registers while tiles are multiplied.
             source = rank
-            arrived = position == 0
+            has_arrived = position == 0
             if position > 0:
                 if DIRECT:
                     source = (rank + position) % WORLD
-                    arrived = wait(current_call(ws, rank), READY * WORLD + source, source, -1, WORLD, OP)
+                    has_arrived = wait(current_call(ws, rank), READY * WORLD + source, source, -1, WORLD, OP)
                 else:
-                    source = next_shard(arrivals, position - 1, taken, rank, WORLD)
-                    arrived = source >= 0
+                    source = next_shard(arrivals, position - 1, taken_ranks, rank, WORLD)
+                    has_arrived = source >= 0
                     source = tl.maximum(source, 0)
-                    taken |= one << tl.cast(source, tl.int64)
+                    taken_ranks |= one_i64 << tl.cast(source, tl.int64)
             if C.TMA:
                 async_fence()
             row = tl.minimum(source * rows_per_rank, M)
             rows = tl.minimum(M - row, rows_per_rank)
             wide_row = tl.cast(row, tl.int64)
-            rows = tl.where(arrived, rows, 0)
-            missing |= tl.where(arrived, 0, one << tl.cast(source, tl.int64))
+            rows = tl.where(has_arrived, rows, 0)
+            missing_ranks |= tl.where(has_arrived, 0, one_i64 << tl.cast(source, tl.int64))
             if not DIRECT:  # stop at the first shard that is late: each further wait could last as long
-                position = tl.where(arrived, position, WORLD)
+                position = tl.where(has_arrived, position, WORLD)
             if C.TMA:
                 x_rows = x
                 x_row = row
@@ -179,18 +181,20 @@ def all_gather_gemm_kernel(
             if DIRECT and gathered_ptr is not None:
                 copy_rows(x_rows, (K, 1), gathered_ptr + wide_row * K, rows, K, True)
             for i in tl.static_range(WEIGHTS):
-                first = multiply_shard(x_rows, operands[i], weights[i], biases[i], x_row, row, rows, K, first, C)
+                first_tile = multiply_shard(
+                    x_rows, operands[i], weights[i], biases[i], x_row, row, rows, K, first_tile, C
+                )
             position += 1
         # NaN is stored after all tiles, because earlier it would take registers from the tiles.
-        if missing != 0:
+        if missing_ranks != 0:
             for i in tl.static_range(WEIGHTS):
-                fill_missing(weights[i].y, missing, M, weights[i].n, rows_per_rank, WORLD, DIRECT)
+                fill_missing_ranks(weights[i].y, missing_ranks, M, weights[i].n, rows_per_rank, WORLD, DIRECT)
             if DIRECT and gathered_ptr is not None:
-                fill_missing(gathered_ptr, missing, M, K, rows_per_rank, WORLD, DIRECT)
-    if DIRECT and LAST:
+                fill_missing_ranks(gathered_ptr, missing_ranks, M, K, rows_per_rank, WORLD, DIRECT)
+    if DIRECT and IS_LAST_LAUNCH:
         call = current_call(ws, rank)
         if is_last(call, DONE, tl.num_programs(0)):
-            put_all(call, rank + PULLED * WORLD, is_unbroken(call), WORLD)
+            signal_all(call, rank + PULLED * WORLD, is_unbroken(call), WORLD)
 
 
 def all_gather_gemm(
@@ -353,7 +357,7 @@ def matmul_launch(
     """
     weights = [weight for weight, _, _ in weight_group]
     if is_direct:
-        plan = LoadPlan(launch.config, False, False, is_swapped(weights[0]))
+        plan = LoadPlan(launch.config, False, False, is_column_major(weights[0]))
     else:
         assert gathered_out is not None
         if not x_own.shape[0]:
@@ -367,8 +371,8 @@ def matmul_launch(
     arguments: dict[str, Any] = dict(operands)
     if plan.uses_tma:
         for name, t in operands.items():
-            block = (config.block_n if name.startswith("w") else config.block_m, config.block_k)
-            arguments[name] = None if t is None else descriptor(t, block)
+            block_shape = (config.block_n if name.startswith("w") else config.block_m, config.block_k)
+            arguments[name] = None if t is None else descriptor(t, block_shape)
     arguments |= {f"b{i}": weight_group[i][2] if i < len(weight_group) else None for i in range(MAX_WEIGHTS)}
     arguments |= {
         "weights": tuple(Weight(y, weight.shape[0], weight.stride()) for weight, y, _ in weight_group),
@@ -380,7 +384,7 @@ def matmul_launch(
         "arrivals": None,
         "WORLD": peers.world_size,
         "DIRECT": is_direct,
-        "LAST": is_last_launch,
+        "IS_LAST_LAUNCH": is_last_launch,
         # Flattened loops of several weights at 128x128 keep so many registers across loops that they spill.
         "C": plan.constants(
             launch.precision,

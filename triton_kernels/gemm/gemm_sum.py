@@ -50,7 +50,7 @@ from ..comm.signals import (
     half_at,
     is_last,
     needed_bytes,
-    put_all,
+    signal_all,
     wait,
     wait_all,
 )
@@ -78,9 +78,9 @@ def gemm_all_reduce_kernel(
     ws, rank, terms_offset, sums_offset, WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = sum over ranks of xi @ wi^T (+ bias) (+ residual), on all ranks; normed [M, N] = RMS norm of out.
+    """Compute out [M, N] = sum over ranks of xi @ wi^T (+ bias) (+ residual) on all ranks, and normed, its RMS norm.
 
-    `out`, `normed` and `residual` are each a `Matrix`. An operand is None if it is not used.
+    `out`, `normed` [M, N] and `residual` are each a `Matrix`. An operand is None if it is not used.
     """
     call = begin(ws, rank, WORLD)
     ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
@@ -89,43 +89,43 @@ def gemm_all_reduce_kernel(
     # as many rows, to keep about as many bytes in flight.
     COPY_M: tl.constexpr = C.BLOCK_M if C.BLOCK_M < 4 * C.STRIP_M else 4 * C.STRIP_M
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
+    num_programs = tl.num_programs(0)
     tiles_m = tl.cdiv(M, C.BLOCK_M)
     tiles_n = tl.cdiv(N, C.BLOCK_N)
-    tiles = tiles_m * tiles_n
-    per_owner = tl.cdiv(tiles, WORLD)
-    rounds = round_count(program, programs, tiles)
+    num_tiles = tiles_m * tiles_n
+    tiles_per_owner = tl.cdiv(num_tiles, WORLD)
+    num_rounds = round_count(program, num_programs, num_tiles)
     # Order of the slots, and of their flags. One-shot: terms by (tile, source). Two-shot: terms by (tile of the owner,
     # source), then the sums.
-    first_sum = WORLD * per_owner
-    first_tile = (rank + 1) % WORLD * per_owner
+    first_sum = WORLD * tiles_per_owner
+    first_tile = (rank + 1) % WORLD * tiles_per_owner
 
     # Multiply all tiles, and send each to the ranks that sum it.
-    for step in tl.range(0, rounds, flatten=C.FLATTEN):
-        tile = tile_of_round(step, first_tile, rounds, program, programs)
+    for step in tl.range(0, num_rounds, flatten=C.FLATTENS_LOOP):
+        tile = tile_of_round(step, first_tile, num_rounds, program, num_programs)
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
         term = multiply_products((x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0, C)
         if TWO_SHOT:
-            put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
-            slot = tile % per_owner * WORLD + rank
-            store_slot(call, tile // per_owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
+            signal_tile(call, step - 1, first_tile, num_rounds, program, num_programs, tiles_per_owner, WORLD)
+            slot = tile % tiles_per_owner * WORLD + rank
+            store_slot(call, tile // tiles_per_owner, slot, term, terms_offset, ELEMENT, C.SPLITS_STORE)
         else:
             slot = tile * WORLD + rank
             # Not unrolled: the addresses of all peers at once would take the registers of the tile.
             for distance in tl.range(0, WORLD):
                 peer = (rank + distance) % WORLD
-                store_slot(call, peer, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-            put_all(call, WORLD + slot, True, WORLD)
+                store_slot(call, peer, slot, term, terms_offset, ELEMENT, C.SPLITS_STORE)
+            signal_all(call, WORLD + slot, True, WORLD)
     if TWO_SHOT:
-        put_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+        signal_tile(call, num_rounds - 1, first_tile, num_rounds, program, num_programs, tiles_per_owner, WORLD)
 
     # Sum the terms of all tiles (one-shot) or of this rank's tiles (two-shot, which also sends the sums).
-    for step in tl.range(0, rounds):
-        tile = step * programs + program
-        if not TWO_SHOT or tile // per_owner == rank:
+    for step in tl.range(0, num_rounds):
+        tile = step * num_programs + program
+        if not TWO_SHOT or tile // tiles_per_owner == rank:
             first_slot = tile * WORLD
             if TWO_SHOT:
-                first_slot -= rank * per_owner * WORLD
+                first_slot -= rank * tiles_per_owner * WORLD
             tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
             is_valid = wait_all(call, WORLD + first_slot, tile, WORLD, ALL_REDUCE)
             for strip in tl.range(0, STRIPS):
@@ -141,15 +141,15 @@ def gemm_all_reduce_kernel(
                         store_slot(call, (rank + distance) % WORLD, sum_slot, total, sums_offset, ELEMENT)
                 store_tile(out, total, strip_m, tile_n, M, N)
             if TWO_SHOT:
-                put_all(call, WORLD + first_sum + tile, is_valid, WORLD)
+                signal_all(call, WORLD + first_sum + tile, is_valid, WORLD)
             if norm_weight_ptr is not None:
                 norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
 
     # Copy the sums of the other ranks' tiles to out.
     if TWO_SHOT:
-        for step in tl.range(0, rounds):
-            tile = step * programs + program
-            owner = tile // per_owner
+        for step in tl.range(0, num_rounds):
+            tile = step * num_programs + program
+            owner = tile // tiles_per_owner
             if owner != rank:
                 tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, C.GROUP_M)
                 is_valid = wait(call, WORLD + first_sum + tile, owner, tile, WORLD, ALL_REDUCE)
@@ -195,44 +195,44 @@ def gemm_reduce_scatter_kernel(
     ws, rank, terms_offset, WORLD: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """out [M_r, N] = this rank's rows of the sum over ranks of xi @ wi^T (+ bias); `out` is a `Matrix`."""
+    """Compute out [M_r, N], this rank's rows of the sum over ranks of xi @ wi^T (+ bias); `out` is a `Matrix`."""
     call = begin(ws, rank, WORLD)
     ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
     STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
+    num_programs = tl.num_programs(0)
     tiles_m = tl.cdiv(rows_per_rank, C.BLOCK_M)
     tiles_n = tl.cdiv(N, C.BLOCK_N)
-    per_owner = tiles_m * tiles_n
+    tiles_per_owner = tiles_m * tiles_n
     # Owners with all rows come first, then one with fewer, then owners without rows: tile numbers have no gaps.
-    full_owners = M // rows_per_rank
-    tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
-    rounds = round_count(program, programs, tiles)
+    num_full_owners = M // rows_per_rank
+    num_tiles = num_full_owners * tiles_per_owner + tl.cdiv(M - num_full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
+    num_rounds = round_count(program, num_programs, num_tiles)
 
-    first_tile = (rank + 1) % WORLD * per_owner
+    first_tile = (rank + 1) % WORLD * tiles_per_owner
 
     # Multiply all tiles, and send each to its owner.
-    for step in tl.range(0, rounds, flatten=C.FLATTEN):
-        tile = tile_of_round(step, first_tile, rounds, program, programs)
-        owner = tile // per_owner
-        tile_of_owner = tile - owner * per_owner
+    for step in tl.range(0, num_rounds, flatten=C.FLATTENS_LOOP):
+        tile = tile_of_round(step, first_tile, num_rounds, program, num_programs)
+        owner = tile // tiles_per_owner
+        tile_of_owner = tile - owner * tiles_per_owner
         first_row = owner * rows_per_rank
         rows = tl.minimum(M - first_row, rows_per_rank)
         tile_m, tile_n = tile_position(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
         term = multiply_products(
             (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row, C
         )  # fmt: skip
-        put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+        signal_tile(call, step - 1, first_tile, num_rounds, program, num_programs, tiles_per_owner, WORLD)
         slot = tile_of_owner * WORLD + rank
-        store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-    put_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+        store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLITS_STORE)
+    signal_tile(call, num_rounds - 1, first_tile, num_rounds, program, num_programs, tiles_per_owner, WORLD)
 
     # Sum the terms of this rank's tiles.
     rows = tl.minimum(M - rank * rows_per_rank, rows_per_rank)
-    for step in tl.range(0, rounds):
-        tile = step * programs + program
-        if tile // per_owner == rank:
-            tile_of_owner = tile - rank * per_owner
+    for step in tl.range(0, num_rounds):
+        tile = step * num_programs + program
+        if tile // tiles_per_owner == rank:
+            tile_of_owner = tile - rank * tiles_per_owner
             tile_m, tile_n = tile_position(tile_of_owner, tl.cdiv(rows, C.BLOCK_M), tiles_n, C.GROUP_M)
             first_slot = tile_of_owner * WORLD
             is_valid = wait_all(call, WORLD + first_slot, tile, WORLD, REDUCE_SCATTER)
@@ -248,7 +248,7 @@ def gemm_reduce_scatter_kernel(
 
 @triton.jit
 def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the pointer to slot number `slot` at `rank`; slots begin `data_offset` bytes into the half."""
+    """Return the pointer to slot `slot` at `rank`; slots begin `data_offset` bytes into the half."""
     # The compiler cannot know the alignment of an address from a table, and would move single elements.
     data = tl.multiple_of((half_at(call, rank) + data_offset).to(tl.pointer_type(ELEMENT)), 16)
     return data + tl.cast(slot, tl.int64) * (BLOCK_M * BLOCK_N)
@@ -256,7 +256,7 @@ def slot_start(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def slot_pointers(call, rank, slot, data_offset, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the pointers [BLOCK_M, BLOCK_N] to slot number `slot` at `rank`."""
+    """Return the pointers [BLOCK_M, BLOCK_N] to slot `slot` at `rank`."""
     tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     return slot_start(call, rank, slot, data_offset, ELEMENT, BLOCK_M, BLOCK_N) + tile
 
@@ -282,7 +282,7 @@ def store_slot(call, rank, slot, values, data_offset, ELEMENT: tl.constexpr, SPL
 
 @triton.jit
 def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD: tl.constexpr, C: tl.constexpr):
-    """Sum over ranks in fp32 of strip number `strip` of a tile; rank s's term is in slot first_slot + s here.
+    """Return the sum over ranks, in fp32, of strip `strip` of a tile; rank s's term is in slot first_slot + s here.
 
     A strip is [STRIP_M, BLOCK_N], some rows of a tile: tiles have the best size for the matmul, and the sum of a whole
     tile and its terms would not fit into registers. Terms are added in rank order.
@@ -296,33 +296,33 @@ def sum_terms(call, first_slot, strip, data_offset, ELEMENT: tl.constexpr, WORLD
 
 
 @triton.jit
-def round_count(program, programs, tiles):
-    """Return the number of tiles that program number `program` computes."""
-    return tl.maximum(tl.cdiv(tiles - program, programs), 0)
+def round_count(program, num_programs, num_tiles):
+    """Return the number of tiles that program `program` computes."""
+    return tl.maximum(tl.cdiv(num_tiles - program, num_programs), 0)
 
 
 @triton.jit
-def tile_of_round(step, first_tile, rounds, program, programs):
-    """Number of the tile that a program computes in round `step`: in order from `first_tile` on, wrapping around.
+def tile_of_round(step, first_tile, num_rounds, program, num_programs):
+    """Return the tile that a program computes in round `step`: in order from `first_tile` on, wrapping around.
 
     If `first_tile` is the next rank's first tile, ranks write to different owners at any time and end with their own.
     """
-    skipped = tl.cdiv(tl.maximum(first_tile - program, 0), programs)
-    return program + (step + skipped) % rounds * programs
+    num_skipped_rounds = tl.cdiv(tl.maximum(first_tile - program, 0), num_programs)
+    return program + (step + num_skipped_rounds) % num_rounds * num_programs
 
 
 @triton.jit
-def put_tile(call, step, first_tile, rounds, program, programs, per_owner, WORLD: tl.constexpr):
-    """Release: `signals.put` of the tile that this program stored at its owner in round `step`; none if `step` < 0.
+def signal_tile(call, step, first_tile, num_rounds, program, num_programs, tiles_per_owner, WORLD: tl.constexpr):
+    """Release: `signals.signal` for the tile that this program stored at its owner in round `step`; none if `step` < 0.
 
     For a loop that stores the next tile now. The fence of a release stalls the program until its stores have arrived;
-    those of the previous tile arrived while this one was multiplied. So each flag is put one tile late, the last one
+    those of the previous tile arrived while this one was multiplied. So each flag is set one tile late, the last one
     after the loop. Slots at an owner are ordered by its tile, then by source.
     """
-    tile = tile_of_round(tl.maximum(step, 0), first_tile, tl.maximum(rounds, 1), program, programs)
-    slot = tile % per_owner * WORLD + call.rank
+    tile = tile_of_round(tl.maximum(step, 0), first_tile, tl.maximum(num_rounds, 1), program, num_programs)
+    slot = tile % tiles_per_owner * WORLD + call.rank
     thread_barrier()
-    store_release(flag_at(call, tile // per_owner, WORLD + slot), call.epoch, step >= 0)
+    store_release(flag_at(call, tile // tiles_per_owner, WORLD + slot), call.epoch, step >= 0)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -395,10 +395,10 @@ def _all_reduce_slots(
     """Return (number of slots, bytes of each) of terms and of sums."""
     tiles_m, tiles_n = launch.tile_counts(m, n)
     slot_bytes = launch.block_m * launch.block_n * dtype.itemsize
-    tiles = tiles_m * tiles_n
-    per_owner = -(-tiles // world_size)
-    terms, sums = (per_owner, tiles) if two_shot else (tiles, 0)
-    return [(world_size * terms, slot_bytes), (sums, slot_bytes)]
+    num_tiles = tiles_m * tiles_n
+    tiles_per_owner = -(-num_tiles // world_size)
+    num_terms, num_sums = (tiles_per_owner, num_tiles) if two_shot else (num_tiles, 0)
+    return [(world_size * num_terms, slot_bytes), (num_sums, slot_bytes)]
 
 
 def gemm_reduce_scatter(

@@ -42,12 +42,12 @@ class GemmConstants(NamedTuple):
     BLOCK_N: int
     BLOCK_K: int
     GROUP_M: int
-    SPLIT_STORE: bool
-    FLATTEN: bool
+    SPLITS_STORE: bool
+    FLATTENS_LOOP: bool
     PRECISION: str  # of fp32: "ieee", or "tf32" (10 bits of mantissa, on tensor cores)
     TMA: bool
-    X_SWAPPED: bool  # columns of x, not rows, are contiguous
-    W_SWAPPED: bool
+    X_IS_COLUMN_MAJOR: bool
+    W_IS_COLUMN_MAJOR: bool
     EVEN_K: bool  # every K is a multiple of BLOCK_K: no masks along K
     PRODUCTS: int = 1  # pairs (x, w) that are multiplied and added
     STRIP_M: int = 0  # rows of a tile that are summed over ranks at a time
@@ -70,17 +70,17 @@ class Matrix(NamedTuple):
 
 @triton.jit
 def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile_m, tile_n) of tile number `index`: down columns of GROUP_M tiles, so that tiles in flight share L2."""
+    """Return (tile_m, tile_n) of tile `index`: down columns of GROUP_M tiles, so that tiles in flight share L2."""
     group_size = GROUP_M * tiles_n
     first_m = index // group_size * GROUP_M
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
-    within = index % group_size
-    return first_m + within % rows, within // rows
+    index_in_group = index % group_size
+    return first_m + index_in_group % rows, index_in_group // rows
 
 
 @triton.jit
 def tile_offsets(tile, BLOCK: tl.constexpr):
-    """Return the indices of the rows (or columns) of tile number `tile`, 64-bit, not yet masked."""
+    """Return the 64-bit indices of the rows (or columns) of tile `tile`, not yet masked."""
     return tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
@@ -117,73 +117,74 @@ def add_bias(values, bias_ptr, tile_n, N):
 
 
 @triton.jit
-def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
-    """Write total (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N].
+def store_result(y, acc, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
+    """Write acc (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N].
 
     With SPLIT the left columns are written first, then the right ones."""
     if SPLIT:
-        left, right = split_columns(total)
+        left, right = split_columns(acc)
         store_tile(y, add_bias(left, bias_ptr, 2 * tile_n, N), tile_m, 2 * tile_n, M, N)
         store_tile(y, add_bias(right, bias_ptr, 2 * tile_n + 1, N), tile_m, 2 * tile_n + 1, M, N)
     else:
-        store_tile(y, add_bias(total, bias_ptr, tile_n, N), tile_m, tile_n, M, N)
+        store_tile(y, add_bias(acc, bias_ptr, tile_n, N), tile_m, tile_n, M, N)
 
 
 @triton.jit
 def load_operand(
-    operand, tile, k, size, K, strides, BLOCK: tl.constexpr, SWAPPED: tl.constexpr, C: tl.constexpr, first=0
+    operand, tile, k, size, K, strides, BLOCK: tl.constexpr, IS_COLUMN_MAJOR: tl.constexpr, C: tl.constexpr, first_row=0
 ):
-    """Return the block [BLOCK, BLOCK_K] of the `size` rows from row `first` on of an operand [.., K] of a matmul.
+    """Return a block [BLOCK, BLOCK_K] of the `size` rows from `first_row` on of an operand [.., K] of a matmul.
 
-    Rows begin at tile * BLOCK, columns at k. The rest is zero: beyond `size` and K, with TMA beyond the operand's ends.
+    The block begins at row tile * BLOCK of these and at column k. Elements beyond `size` and K are zero; with TMA only
+    those beyond the operand's ends.
 
-    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; if columns are contiguous (SWAPPED),
-    one of blocks [BLOCK_K, BLOCK] of the transposed matrix. With pointers SWAPPED only affects speed.
+    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; if IS_COLUMN_MAJOR, of blocks
+    [BLOCK_K, BLOCK] of the transposed matrix. With pointers IS_COLUMN_MAJOR only affects speed.
     """
     if C.TMA:
-        if SWAPPED:
-            return operand.load([k, first + tile * BLOCK]).T
+        if IS_COLUMN_MAJOR:
+            return operand.load([k, first_row + tile * BLOCK]).T
         else:
-            return operand.load([first + tile * BLOCK, k])
+            return operand.load([first_row + tile * BLOCK, k])
     else:
         # The contiguous dim is last, because sm_80 does not pipeline the loads of a transposed weight otherwise.
         rows = tile_offsets(tile, BLOCK)
         ks = k + tl.arange(0, C.BLOCK_K)
-        if SWAPPED:
+        if IS_COLUMN_MAJOR:
             rows, ks = rows[None, :], ks[:, None]
         else:
             rows, ks = rows[:, None], ks[None, :]
         mask = rows < size
         if not C.EVEN_K:
             mask = mask & (ks < K)
-        block = tl.load(operand + (first + rows) * strides[0] + ks.to(tl.int64) * strides[1], mask=mask, other=0.0)
-        if SWAPPED:
+        block = tl.load(operand + (first_row + rows) * strides[0] + ks.to(tl.int64) * strides[1], mask=mask, other=0.0)
+        if IS_COLUMN_MAJOR:
             block = block.T
         return block
 
 
 @triton.jit
-def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
-    """Return total + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
+def add_product(acc, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
+    """Return acc + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
 
     x has M rows from `first_row` on, w has N; with pointers the tile is zero beyond them.
     """
     for step in tl.range(0, tl.cdiv(sizes.k, C.BLOCK_K)):
         k = step * C.BLOCK_K
-        x_block = load_operand(x, tile_m, k, M, sizes.k, sizes.x, C.BLOCK_M, C.X_SWAPPED, C, first_row)
-        w_block = load_operand(w, tile_n, k, N, sizes.k, sizes.w, C.BLOCK_N, C.W_SWAPPED, C)
-        total = dot(x_block, w_block.T, total, C)
-    return total
+        x_block = load_operand(x, tile_m, k, M, sizes.k, sizes.x, C.BLOCK_M, C.X_IS_COLUMN_MAJOR, C, first_row)
+        w_block = load_operand(w, tile_n, k, N, sizes.k, sizes.w, C.BLOCK_N, C.W_IS_COLUMN_MAJOR, C)
+        acc = dot(x_block, w_block.T, acc, C)
+    return acc
 
 
 @triton.jit
 def multiply_products(xs, ws, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
     """Return fp32 [BLOCK_M, BLOCK_N]: tile (tile_m, tile_n) of the sum of xs[i] @ ws[i]^T over i < C.PRODUCTS."""
     PRODUCTS: tl.constexpr = C.PRODUCTS
-    total = zeros(C.BLOCK_M, C.BLOCK_N)
+    acc = zeros(C.BLOCK_M, C.BLOCK_N)
     for i in tl.static_range(PRODUCTS):
-        total = add_product(total, xs[i], ws[i], sizes[i], tile_m, tile_n, M, N, first_row, C)
-    return total
+        acc = add_product(acc, xs[i], ws[i], sizes[i], tile_m, tile_n, M, N, first_row, C)
+    return acc
 
 
 # -- tile shapes -------------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     group_m: int = 8
-    split_store: bool = False  # a tile is stored in two halves of its columns
+    split_store: bool = False  # the columns of a tile are stored in two halves
     flatten: bool = False  # one loop over tiles and K, so that loads are prefetched across tiles
     programs_per_sm: int = 1
 
@@ -271,7 +272,7 @@ _FUSED_CONFIGS: dict[int, dict[str, list[FusedConfig]]] = {
         ],
     },
 }
-# These run on CUDA cores of any architecture, because no matrix unit multiplies all 24 bits of fp32.
+# On CUDA cores of any architecture: no tensor core multiplies fp32 with its full 24-bit mantissa.
 _IEEE_CONFIGS = [
     FusedConfig(GemmConfig(64, 64, 16, 8, 3)),
     FusedConfig(GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2), speed=0.5),
@@ -292,20 +293,20 @@ def fused_configs(arch: int, kind: str) -> tuple[FusedConfig, ...]:
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def is_swapped(t: Tensor) -> bool:
-    """True if columns, not rows, are contiguous."""
+def is_column_major(t: Tensor) -> bool:
+    """True if the columns of `t` are contiguous, not its rows."""
     return t.stride(0) == 1 and t.stride(1) != 1 and t.shape[1] > 1
 
 
 def fits_tma(t: Tensor) -> bool:
     """True if TMA can load blocks of `t`."""
-    rows = t.t() if is_swapped(t) else t
+    rows = t.t() if is_column_major(t) else t
     return rows.stride(1) == 1 and rows_fit_tma(rows)
 
 
-def descriptor(t: Tensor, block: Sequence[int]) -> Any:
-    """Return the TMA descriptor of blocks [rows, columns] of `t`; if `is_swapped`, of [columns, rows] of t^T."""
-    return tma_descriptor(t.t(), block[::-1]) if is_swapped(t) else tma_descriptor(t, block)
+def descriptor(t: Tensor, block_shape: Sequence[int]) -> Any:
+    """Return the TMA descriptor of blocks [rows, columns] of `t`; if column-major, of [columns, rows] of t^T."""
+    return tma_descriptor(t.t(), block_shape[::-1]) if is_column_major(t) else tma_descriptor(t, block_shape)
 
 
 @dataclass(frozen=True)
@@ -398,32 +399,32 @@ class LoadPlan(NamedTuple):
 
     config: GemmConfig
     uses_tma: bool
-    x_swapped: bool
-    w_swapped: bool
+    x_is_column_major: bool
+    w_is_column_major: bool
 
     def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> GemmConstants:
         """Return the kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
         c = self.config
         return GemmConstants(
             *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
-            *(precision, self.uses_tma, self.x_swapped, self.w_swapped, even_k),
+            *(precision, self.uses_tma, self.x_is_column_major, self.w_is_column_major, even_k),
         )
 
 
 def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> LoadPlan:
     """Choose TMA if all operands are aligned for it and have the same order of strides, else pointers."""
     xs, ws = [x for x, _ in products], [w for _, w in products]
-    stride_orders = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
+    stride_orders = [{is_column_major(t) for t in tensors} for tensors in (xs, ws)]
     # With pointers, the order of the other operands' strides only affects speed.
-    x_swapped, w_swapped = is_swapped(xs[0]), is_swapped(ws[0])
+    x_is_column_major, w_is_column_major = is_column_major(xs[0]), is_column_major(ws[0])
     # Tensor cores transpose 16-bit numbers only.
-    can_transpose = not (x_swapped or w_swapped) or xs[0].element_size() == 2
+    can_transpose = not (x_is_column_major or w_is_column_major) or xs[0].element_size() == 2
     have_equal_orders = all(len(orders) == 1 for orders in stride_orders)
     if launch.tma_config is not None and have_equal_orders and can_transpose and all(map(fits_tma, (*xs, *ws))):
-        return LoadPlan(launch.tma_config, True, x_swapped, w_swapped)
+        return LoadPlan(launch.tma_config, True, x_is_column_major, w_is_column_major)
     # Several products take as many loops, all of whose pointers are live at once: halve the pointers of each.
     config = launch.config.with_half_block_k() if len(products) > 1 else launch.config
-    return LoadPlan(config, False, x_swapped, w_swapped)
+    return LoadPlan(config, False, x_is_column_major, w_is_column_major)
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fused_tp.core.availability import AVAILABLE, Availability
 
 
 @dataclass(frozen=True)
-class KernelQuery:
+class KernelRequest:
     """Properties of a call that decide which kernels support it.
 
     Attributes:
@@ -39,11 +39,11 @@ class KernelQuery:
     is_backward: bool = False
 
 
-class StepRows(NamedTuple):
+class BackwardTensors(NamedTuple):
     """Tensors that the backward of some rows reads.
 
-    Per query: q [B, Sq, H, D], out and grad_out [B, Sq, H, Dv], lse and row_sums [B, H, Sq]. Per key: k [B, Sk, Hkv, D]
-    and v [B, Sk, Hkv, Dv]. out, lse and row_sums are results over all keys of the sequence, not only over these.
+    Per query: q [B, Sq, H, D], out and grad_out [B, Sq, H, Dv], lse and delta (`compute_delta`) [B, H, Sq]. Per key:
+    k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. out, lse and delta are over all keys of the sequence, not only over these.
     """
 
     q: Tensor
@@ -52,13 +52,13 @@ class StepRows(NamedTuple):
     out: Tensor
     lse: Tensor
     grad_out: Tensor
-    row_sums: Tensor
+    delta: Tensor
 
-    def select(self, rows: slice, keys: slice) -> StepRows:
+    def select(self, rows: slice, keys: slice) -> BackwardTensors:
         """Return views of the query rows `rows` and the key rows `keys`."""
         q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
-        return StepRows(
-            q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows]
+        return BackwardTensors(
+            q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.delta[..., rows]
         )
 
 
@@ -94,12 +94,12 @@ class AttentionKernel(ABC):
     reason: str
     devices: tuple[str, ...] = ()
 
-    def available(self, query: KernelQuery) -> Availability:
-        """Available if this kernel supports calls like `query`."""
+    def available(self, request: KernelRequest) -> Availability:
+        """Available if this kernel supports calls like `request`."""
         return AVAILABLE
 
-    def reason_to_avoid(self, query: KernelQuery) -> str:
-        """The reason to prefer another available kernel for `query`; empty if there is no such reason."""
+    def reason_to_avoid(self, request: KernelRequest) -> str:
+        """Return the reason to prefer another available kernel for `request`; empty if there is no such reason."""
         return ""
 
     @abstractmethod
@@ -112,11 +112,11 @@ class AttentionKernel(ABC):
         v: Tensor,
         state: SoftmaxState,
         *,
-        fresh: bool = False,
+        is_uninitialized: bool = False,
     ) -> None:
         """Add the attention of q to the keys k with values v to `state`.
 
-        With `fresh`, `state` is uninitialized memory, and is overwritten.
+        `is_uninitialized`: `state` is uninitialized memory, and is overwritten.
         """
 
     def forward_single_step(
@@ -129,13 +129,15 @@ class AttentionKernel(ABC):
         return None
 
     @abstractmethod
-    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
+    def backward(
+        self, step: Step, score_parameters: ScoreParameters, inputs: BackwardTensors, sums: GradientSums
+    ) -> None:
         """Add the gradients of this step to `sums`.
 
         With p = exp(score - lse), p' = p after dropout, and dcap = the derivative of the softcap:
 
             dv = p'^T grad_out
-            dscore = p' * (grad_out v^T) - p * row_sums
+            dscore = p' * (grad_out v^T) - p * delta
             dq = scale * (dcap * dscore) k
             dk = scale * (dcap * dscore)^T q
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums, KernelRequest
 from fused_tp.attention.kernels.torch_flash import plain_scores_availability
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
@@ -47,35 +47,35 @@ class NativeCpu(AttentionKernel):
     def __init__(self, isa: str = "") -> None:
         self.isa = isa
 
-    def available(self, query: KernelQuery) -> Availability:
+    def available(self, request: KernelRequest) -> Availability:
         if not _HAS_CORE:
             return unavailable("the native core is not built")
-        if query.device.type != "cpu":
-            return unavailable(f"it supports CPU tensors only, got tensors on {query.device}")
+        if request.device.type != "cpu":
+            return unavailable(f"it supports CPU tensors only, got tensors on {request.device}")
         settings.isa()  # raises if FUSED_TP_ISA is invalid, before anything is sent; the C++ core reads the variable
-        if query.dtype not in _DTYPE_CODES:
-            dtype_name = str(query.dtype).removeprefix("torch.")
+        if request.dtype not in _DTYPE_CODES:
+            dtype_name = str(request.dtype).removeprefix("torch.")
             return unavailable(f"it supports float32, bfloat16, float16 and float64, got {dtype_name}")
         return AVAILABLE
 
-    def reason_to_avoid(self, query: KernelQuery) -> str:
+    def reason_to_avoid(self, request: KernelRequest) -> str:
         return (
-            self.reason_torch_is_faster(query)
-            if query.allows_tile_rounding and plain_scores_availability(query)
+            self.reason_torch_is_faster(request)
+            if request.allows_tile_rounding and plain_scores_availability(request)
             else ""
         )
 
-    def reason_torch_is_faster(self, query: KernelQuery) -> str:
-        """The reason why torch's kernels are faster for `query` on this CPU; empty if they are not.
+    def reason_torch_is_faster(self, request: KernelRequest) -> str:
+        """Return the reason why torch's kernels are faster for `request` on this CPU; empty if they are not.
 
         The dispatch table decides if it has an entry; otherwise torch is faster in bf16 if the CPU has matrix tiles
         (AMX).
         """
-        head_dim = max(query.head_dim, query.v_head_dim)
-        fastest_kernel = dispatch.choose_attention_kernel(query.dtype, head_dim, query.is_backward)
+        head_dim = max(request.head_dim, request.v_head_dim)
+        fastest_kernel = dispatch.choose_attention_kernel(request.dtype, head_dim, request.is_backward)
         if fastest_kernel is not None:
             return "" if fastest_kernel == self.name else "torch's kernels are faster here by the dispatch table"
-        has_tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()
+        has_tiles: bool = request.dtype == torch.bfloat16 and _core.has_matrix_tiles()
         return "torch's kernels use this CPU's matrix tiles (AMX)" if has_tiles else ""
 
     def forward(
@@ -87,37 +87,39 @@ class NativeCpu(AttentionKernel):
         v: Tensor,
         state: SoftmaxState,
         *,
-        fresh: bool = False,
+        is_uninitialized: bool = False,
     ) -> None:
-        if fresh:
+        if is_uninitialized:
             state.clear()
         slopes, vectors = _accumulation_slopes(score_parameters, q.dtype), _step_vectors(step, score_parameters)
         _core.attention_forward(
             _make_problem(score_parameters, slopes, vectors, q, k, v),
-            (state.weighted.data_ptr(), *state.weighted.stride()[:3]),
-            _address_and_strides(state.highest),
-            _address_and_strides(state.total),
+            (state.acc.data_ptr(), *state.acc.stride()[:3]),
+            _address_and_strides(state.row_max),
+            _address_and_strides(state.row_sum),
             torch.get_num_threads(),
             self.isa,
         )
 
-    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
-        q = saved.q
+    def backward(
+        self, step: Step, score_parameters: ScoreParameters, inputs: BackwardTensors, sums: GradientSums
+    ) -> None:
+        q = inputs.q
         # Autograd may pass gradients with stride 0 (expanded), or of another dtype.
-        grad_out = saved.grad_out.to(q.dtype)
+        grad_out = inputs.grad_out.to(q.dtype)
         if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         wide_dtype = accumulate_dtype(q.dtype)
-        lse, row_sums = saved.lse.to(wide_dtype), saved.row_sums.to(wide_dtype)
+        lse, delta = inputs.lse.to(wide_dtype), inputs.delta.to(wide_dtype)
         slopes, vectors = _accumulation_slopes(score_parameters, q.dtype), _step_vectors(step, score_parameters)
         slope_gradients = (
             None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide_dtype)
         )
         _core.attention_backward(
-            _make_problem(score_parameters, slopes, vectors, q, saved.k, saved.v),
+            _make_problem(score_parameters, slopes, vectors, q, inputs.k, inputs.v),
             (grad_out.data_ptr(), *grad_out.stride()[:3]),
             _address_and_strides(lse),
-            _address_and_strides(row_sums),
+            _address_and_strides(delta),
             *((x.data_ptr(), *x.stride()[:3]) for x in (sums.dq, sums.dk, sums.dv)),
             0 if slope_gradients is None else slope_gradients.data_ptr(),
             torch.get_num_threads(),
@@ -135,14 +137,14 @@ _CPU = torch.device("cpu")
 
 
 def _step_vectors(step: Step, score_parameters: ScoreParameters) -> _StepVectors:
-    """Addresses of the intervals of seen keys, and of the positions if scores depend on them; cached in `step`."""
+    """Return the addresses of the intervals of visible keys, and of positions if scores use them; cached in `step`."""
     needs_positions = score_parameters.alibi_slopes is not None or score_parameters.dropout is not None
     cached_vectors: _StepVectors | None = step.native_vectors.get(needs_positions)
     if cached_vectors is None:
         device_vectors = step.index_tensors_on(_CPU)
         tensors = [
             device_vectors[name]
-            for name in ("starts", "stops", *(("places", "q_indices", "k_indices") if needs_positions else ()))
+            for name in ("starts", "stops", *(("q_positions", "q_indices", "k_indices") if needs_positions else ()))
         ]
         cached_vectors = step.native_vectors[needs_positions] = (
             [*(x.data_ptr() for x in tensors), *[0] * (5 - len(tensors))],
@@ -152,7 +154,7 @@ def _step_vectors(step: Step, score_parameters: ScoreParameters) -> _StepVectors
 
 
 def _accumulation_slopes(score_parameters: ScoreParameters, dtype: torch.dtype) -> Tensor | None:
-    """ALiBi slopes in the accumulation dtype; None without ALiBi."""
+    """Return the ALiBi slopes in the accumulation dtype; None without ALiBi."""
     slopes = score_parameters.alibi_slopes
     return None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous()
 
@@ -183,7 +185,7 @@ def _make_problem(
 
 
 def _address_and_strides(x: Tensor) -> tuple[int, int, int, int]:
-    """Address and strides (batch, rows, heads) of `x` [batch, heads, rows]."""
+    """Return the address and the strides (batch, rows, heads) of `x` [batch, heads, rows]."""
     return x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
 
 

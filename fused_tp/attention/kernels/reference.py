@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import ScoreParameters
@@ -56,7 +56,7 @@ class ReferenceTile:
 
 
 def full_or_masked_tiles(step: Step, row_limit: int, key_limit: int) -> Iterator[ReferenceTile]:
-    """Yield FULL or MASKED tiles of at most `row_limit` rows and `key_limit` keys that cover all seen keys of `step`.
+    """Yield FULL or MASKED tiles of up to `row_limit` rows and `key_limit` keys that cover all visible keys of `step`.
 
     Tiles in which no query sees a key are skipped.
     """
@@ -102,29 +102,31 @@ class ReferenceKernel(AttentionKernel):
         v: Tensor,
         state: SoftmaxState,
         *,
-        fresh: bool = False,
+        is_uninitialized: bool = False,
     ) -> None:
-        if fresh:
+        if is_uninitialized:
             state.clear()
         for tile in self._tiles(step, q):
             rows = state.rows(tile.q_start, tile.q_stop)
-            max_score, total = (_split_heads(x, k) for x in (rows.highest, rows.total))
-            block_scores = _compute_block_scores(step, score_parameters, tile, q, k, state.weighted.dtype)
-            new_max = torch.maximum(max_score, block_scores.scores.amax(-1))
+            row_max, row_sum = (_split_heads(x, k) for x in (rows.row_max, rows.row_sum))
+            block_scores = _compute_block_scores(step, score_parameters, tile, q, k, state.acc.dtype)
+            new_max = torch.maximum(row_max, block_scores.scores.amax(-1))
             shift = new_max.masked_fill(new_max == -torch.inf, 0.0)  # exp(-inf - -inf) would be NaN
-            rescale_factor, probabilities = (
-                torch.exp(max_score - shift),
+            old_scale, probabilities = (
+                torch.exp(row_max - shift),
                 torch.exp(block_scores.scores - shift.unsqueeze(-1)),
             )
-            total.mul_(rescale_factor).add_(probabilities.sum(-1))
-            max_score.copy_(new_max)
+            row_sum.mul_(old_scale).add_(probabilities.sum(-1))
+            row_max.copy_(new_max)
             weighted_values = (
                 probabilities if block_scores.dropout_factor is None else probabilities * block_scores.dropout_factor
             ) @ _keys_by_kv_head(v[:, tile.keys], probabilities.dtype)
-            rows.weighted.mul_(_merge_heads(rescale_factor.unsqueeze(-1))).add_(_merge_heads(weighted_values))
+            rows.acc.mul_(_merge_heads(old_scale.unsqueeze(-1))).add_(_merge_heads(weighted_values))
 
-    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
-        q, k, v, _, lse, grad_out, row_sums = saved
+    def backward(
+        self, step: Step, score_parameters: ScoreParameters, inputs: BackwardTensors, sums: GradientSums
+    ) -> None:
+        q, k, v, _, lse, grad_out, delta = inputs
         dq, dk, dv, d_slopes = sums
         for tile in self._tiles(step, q):
             rows, keys = tile.rows, tile.keys
@@ -139,7 +141,7 @@ class ReferenceKernel(AttentionKernel):
                 _queries_by_kv_head(q[:, rows], k, probabilities.dtype),
             )
             d_scores = kept_probabilities * (grad_out_block @ _keys_by_kv_head(v[:, keys], probabilities.dtype).mT)
-            d_scores -= probabilities * _split_heads(row_sums[..., rows], k).unsqueeze(-1)
+            d_scores -= probabilities * _split_heads(delta[..., rows], k).unsqueeze(-1)
             if d_slopes is not None and block_scores.distance is not None:
                 d_slopes -= (d_scores * block_scores.distance).sum((0, 3, 4)).flatten()
             if block_scores.softcap_derivative is not None:
@@ -150,8 +152,8 @@ class ReferenceKernel(AttentionKernel):
             dv[:, keys] += (kept_probabilities.mT @ grad_out_block).sum(2).transpose(1, 2)
 
     def _tiles(self, step: Step, q: Tensor) -> Iterator[ReferenceTile]:
-        keys = min(_MAX_BLOCK_KEYS, step.num_keys)
-        return full_or_masked_tiles(step, max(16, _MAX_BLOCK_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
+        max_keys = min(_MAX_BLOCK_KEYS, step.num_keys)
+        return full_or_masked_tiles(step, max(16, _MAX_BLOCK_SCORES // (q.shape[0] * q.shape[2] * max_keys)), max_keys)
 
 
 def _compute_block_scores(
@@ -165,7 +167,9 @@ def _compute_block_scores(
         tanh = torch.tanh(scores / score_parameters.softcap)
         scores, softcap_derivative = score_parameters.softcap * tanh, 1 - tanh * tanh
     if score_parameters.alibi_slopes is not None:
-        distance = (index_tensors["places"][tile.rows, None] - index_tensors["k_indices"][tile.keys]).abs().to(dtype)
+        distance = (
+            (index_tensors["q_positions"][tile.rows, None] - index_tensors["k_indices"][tile.keys]).abs().to(dtype)
+        )
         scores = (
             scores - score_parameters.alibi_slopes.to(dtype).unflatten(0, (k.shape[2], -1))[:, :, None, None] * distance
         )

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
+from fused_tp.attention.kernels.base import AttentionKernel, KernelRequest
 from fused_tp.attention.kernels.native import NATIVE_KERNEL
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU_KERNEL, TORCH_CUDA_KERNEL
@@ -27,17 +27,17 @@ KERNELS: dict[str, AttentionKernel] = {
 }
 
 
-def choose_kernel(query: KernelQuery) -> tuple[AttentionKernel, str]:
-    """Return the kernel for calls like `query`, and the reason for the choice.
+def choose_kernel(request: KernelRequest) -> tuple[AttentionKernel, str]:
+    """Return the kernel for calls like `request`, and the reason for the choice.
 
     Raises:
         ValueError: FUSED_TP_ATTENTION is not the name of a kernel, or that kernel does not support the call.
     """
-    return _choose_kernel(query, forced_kernel(), settings.table_path())
+    return _choose_kernel(request, forced_kernel(), settings.table_path())
 
 
 def forced_kernel() -> str | None:
-    """The kernel name in FUSED_TP_ATTENTION, or None.
+    """Return the kernel name in FUSED_TP_ATTENTION, or None.
 
     Raises:
         ValueError: FUSED_TP_ATTENTION is not the name of a kernel.
@@ -57,10 +57,10 @@ def select_kernel(
     allows_tile_rounding: bool = True,
     is_backward: bool = False,
 ) -> AttentionKernel:
-    """Return the kernel for attention with `q`, `v` [B, S, H, D] and `score_parameters`; flags as in `KernelQuery`."""
+    """Return the kernel for `q`, `v` [B, S, H, D] and `score_parameters`; flags as in `KernelRequest`."""
     dims = q.shape[-1], v.shape[-1]
     return choose_kernel(
-        KernelQuery(
+        KernelRequest(
             q.device,
             q.dtype,
             *dims,
@@ -74,21 +74,21 @@ def select_kernel(
 
 
 @lru_cache(maxsize=256)
-def _choose_kernel(query: KernelQuery, forced_name: str | None, table: str | None) -> tuple[AttentionKernel, str]:
+def _choose_kernel(request: KernelRequest, forced_name: str | None, table: str | None) -> tuple[AttentionKernel, str]:
     """Implement `choose_kernel`. `table`, the path of the dispatch table, is only a cache key: the kernels read it."""
     if forced_name is not None:
         # In the backward, lse may have a gradient on some ranks only. A forced kernel that does not support this
         # gradient must not raise on those ranks only: they use another kernel (below).
-        availability = KERNELS[forced_name].available(replace(query, has_grad_lse=False))
+        availability = KERNELS[forced_name].available(replace(request, has_grad_lse=False))
         if not availability:
             raise ValueError(f"FUSED_TP_ATTENTION={forced_name} does not support this call: {availability.reason}.")
-        if KERNELS[forced_name].available(query):
+        if KERNELS[forced_name].available(request):
             return KERNELS[forced_name], f"FUSED_TP_ATTENTION={forced_name} forces it"
     notes = ""
     for name, kernel in KERNELS.items():
-        reason = kernel.available(query).reason or kernel.reason_to_avoid(query)
+        reason = kernel.available(request).reason or kernel.reason_to_avoid(request)
         if not reason:
             return kernel, kernel.reason + notes
-        if query.device.type in kernel.devices:
+        if request.device.type in kernel.devices:
             notes += f"; no {name}: {reason}"
     raise AssertionError("unreachable: torch-blocks supports every call")

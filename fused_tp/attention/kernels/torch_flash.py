@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums, KernelRequest
 from fused_tp.attention.kernels.reference import REFERENCE_KERNEL, ReferenceTile, TileMask
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
@@ -44,7 +44,7 @@ _cached_tiles: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDicti
 
 
 def step_tiles(step: Step) -> tuple[ReferenceTile, ...]:
-    """Disjoint tiles that together cover all seen keys of a step; cached."""
+    """Return disjoint tiles that together cover all visible keys of a step; cached."""
     tiles = _cached_tiles.get(step)
     if tiles is None:
         tiles = _cached_tiles[step] = tuple(_make_tiles(step))
@@ -55,7 +55,7 @@ def _make_tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
         yield ReferenceTile(TileMask.FULL, 0, step.num_rows, 0, step.num_keys)
         return
-    first_uncovered_row = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
+    first_uncovered_row = 0  # first row that no tile covers yet: neighboring short runs form one MASKED tile
     for start, stop in _regular_runs(step):
         if stop - start < _MIN_TILE_ROWS:
             continue
@@ -85,9 +85,9 @@ def _band_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     if width <= 0 or (start_advances and width < _MIN_TILE_ROWS):
         yield from _masked_tile(step, start, stop)
         return
-    rows = min(width, _MAX_BAND_ROWS) if start_advances else stop - start
-    for first in range(start, stop, rows):
-        yield from _trapezoid_tiles(step, first, min(first + rows, stop))
+    band_rows = min(width, _MAX_BAND_ROWS) if start_advances else stop - start
+    for row in range(start, stop, band_rows):
+        yield from _trapezoid_tiles(step, row, min(row + band_rows, stop))
 
 
 def _trapezoid_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
@@ -104,18 +104,22 @@ def _trapezoid_tiles(step: Step, start: int, stop: int) -> Iterator[ReferenceTil
 def _masked_tile(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     seeing_rows = np.flatnonzero(step.stops[start:stop] > step.starts[start:stop])
     if len(seeing_rows):
-        first, last = start + int(seeing_rows[0]), start + int(seeing_rows[-1])
-        yield ReferenceTile(TileMask.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
+        first_row, last_row = start + int(seeing_rows[0]), start + int(seeing_rows[-1])
+        yield ReferenceTile(
+            TileMask.MASKED, first_row, last_row + 1, int(step.starts[first_row]), int(step.stops[last_row])
+        )
 
 
-def plain_scores_availability(query: KernelQuery) -> Availability:
-    """Available if torch's flash kernels support the scores of `query`, and the gradient of its log-sum-exp."""
-    if not query.has_plain_scores:
+def plain_scores_availability(request: KernelRequest) -> Availability:
+    """Available if torch's flash kernels support the scores of `request`, and the gradient of its log-sum-exp."""
+    if not request.has_plain_scores:
         return unavailable("torch's kernels do not support softcap, ALiBi, or dropout that depends on positions")
-    if not query.has_positive_scale:
+    if not request.has_positive_scale:
         return unavailable("torch's kernels mask scores before scaling them, so scale must be above 0")
     return (
-        unavailable("torch's kernels do not support a gradient of the log-sum-exp") if query.has_grad_lse else AVAILABLE
+        unavailable("torch's kernels do not support a gradient of the log-sum-exp")
+        if request.has_grad_lse
+        else AVAILABLE
     )
 
 
@@ -137,9 +141,9 @@ class TorchFlash(AttentionKernel):
         v: Tensor,
         state: SoftmaxState,
         *,
-        fresh: bool = False,
+        is_uninitialized: bool = False,
     ) -> None:
-        if fresh:
+        if is_uninitialized:
             state.clear()
         for tile in step_tiles(step):
             rows, keys = tile.rows, tile.keys
@@ -169,23 +173,25 @@ class TorchFlash(AttentionKernel):
         out, lse = self._run_forward(queries, keys, values, TileMask.LOWER in masks, score_parameters.scale)
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
-    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
+    def backward(
+        self, step: Step, score_parameters: ScoreParameters, inputs: BackwardTensors, sums: GradientSums
+    ) -> None:
         """Add the gradients of this step to `sums`.
 
-        The kernels do not read `row_sums`: they compute it from grad_out and out, so lse must not have a gradient.
+        The kernels do not read `delta`: they compute it from grad_out and out, so lse must not have a gradient.
         """
         sums = sums._replace(d_slopes=None)
         for tile in step_tiles(step):
-            tile_saved, tile_sums = saved.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
+            tile_inputs, tile_sums = inputs.select(tile.rows, tile.keys), sums.select(tile.rows, tile.keys)
             if tile.mask is TileMask.MASKED:
-                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_parameters, tile_saved, tile_sums)
+                REFERENCE_KERNEL.backward(_tile_step(step, tile), score_parameters, tile_inputs, tile_sums)
                 continue
             reverse = _token_reversal(tile)
             grad_out, q, k, v, out = (
-                self._to_kernel_layout(reverse(x), saved.q, saved.v)
-                for x in (tile_saved.grad_out, tile_saved.q, tile_saved.k, tile_saved.v, tile_saved.out)
+                self._to_kernel_layout(reverse(x), inputs.q, inputs.v)
+                for x in (tile_inputs.grad_out, tile_inputs.q, tile_inputs.k, tile_inputs.v, tile_inputs.out)
             )
-            lse = reverse(tile_saved.lse.transpose(1, 2)).transpose(1, 2)
+            lse = reverse(tile_inputs.lse.transpose(1, 2)).transpose(1, 2)
             grads = self._run_backward(
                 grad_out, q, k, v, out, lse, tile.mask is not TileMask.FULL, score_parameters.scale
             )
@@ -225,11 +231,11 @@ class TorchCpuFlash(TorchFlash):
     reason = "torch's flash attention supports plain scores"
     devices = ("cpu",)
 
-    def available(self, query: KernelQuery) -> Availability:
+    def available(self, request: KernelRequest) -> Availability:
         return (
             unavailable("it supports CPU tensors only")
-            if query.device.type != "cpu"
-            else plain_scores_availability(query)
+            if request.device.type != "cpu"
+            else plain_scores_availability(request)
         )
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -253,15 +259,15 @@ class TorchCudaFlash(TorchFlash):
     devices = ("cuda",)
     head_dim_multiple = 8
 
-    def available(self, query: KernelQuery) -> Availability:
-        if query.device.type != "cuda":
+    def available(self, request: KernelRequest) -> Availability:
+        if request.device.type != "cuda":
             return unavailable("it supports CUDA tensors only")
-        if query.dtype not in (torch.float16, torch.bfloat16):
-            dtype_name = str(query.dtype).removeprefix("torch.")
+        if request.dtype not in (torch.float16, torch.bfloat16):
+            dtype_name = str(request.dtype).removeprefix("torch.")
             return unavailable(f"torch's attention on GPUs supports float16 and bfloat16, got {dtype_name}")
-        if max(query.head_dim, query.v_head_dim) > _CUDA_MAX_HEAD_DIM:
+        if max(request.head_dim, request.v_head_dim) > _CUDA_MAX_HEAD_DIM:
             return unavailable(f"torch's attention on GPUs supports a head_dim of at most {_CUDA_MAX_HEAD_DIM}")
-        return plain_scores_availability(query)
+        return plain_scores_availability(request)
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)

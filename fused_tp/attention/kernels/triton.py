@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, GradientSums, KernelQuery, StepRows
+from fused_tp.attention.kernels.base import AttentionKernel, BackwardTensors, GradientSums, KernelRequest
 from fused_tp.attention.kernels.torch_flash import TORCH_CUDA_KERNEL
 from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
@@ -17,18 +17,18 @@ from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unavailable
 
 
-def triton_availability(query: KernelQuery) -> Availability:
-    """Available if `TritonFlash` supports calls like `query`. All scores and a gradient of lse are supported."""
+def triton_availability(request: KernelRequest) -> Availability:
+    """Available if `TritonFlash` supports calls like `request`. All scores and a gradient of lse are supported."""
     if not has_triton():
         return unavailable("Triton is not installed")
-    device = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
+    device = None if request.device.type == "cuda" and not torch.cuda.is_available() else request.device
     try:
         kernels = _load_kernels()
     except ImportError as error:
         return unavailable(f"the Triton kernels cannot be loaded ({error})")
-    if not query.has_positive_scale:
+    if not request.has_positive_scale:
         return unavailable("the Triton attention kernels require a scale above 0")
-    reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, device)
+    reason = kernels.obstacle(request.dtype, request.head_dim, request.v_head_dim, device)
     return AVAILABLE if reason is None else unavailable(reason)
 
 
@@ -39,15 +39,15 @@ class TritonFlash(AttentionKernel):
     reason = "the Triton kernels round once, after all steps"
     devices = ("cuda",)
 
-    def available(self, query: KernelQuery) -> Availability:
-        return triton_availability(query)
+    def available(self, request: KernelRequest) -> Availability:
+        return triton_availability(request)
 
-    def reason_to_avoid(self, query: KernelQuery) -> str:
-        if query.device.type != "cuda":
+    def reason_to_avoid(self, request: KernelRequest) -> str:
+        if request.device.type != "cuda":
             return "Triton's interpreter is for tests only"
-        if query.allows_tile_rounding and TORCH_CUDA_KERNEL.available(query):
+        if request.allows_tile_rounding and TORCH_CUDA_KERNEL.available(request):
             return "torch's FlashAttention is preferred for a single step"
-        if query.dtype == torch.float32:
+        if request.dtype == torch.float32:
             return "its float32 kernels do not use tensor cores and have small tiles"
         return ""
 
@@ -60,10 +60,12 @@ class TritonFlash(AttentionKernel):
         v: Tensor,
         state: SoftmaxState,
         *,
-        fresh: bool = False,
+        is_uninitialized: bool = False,
     ) -> None:
-        sums = (state.weighted, state.highest, state.total)
-        _load_kernels().flash_forward(q, k, v, step, to_kernel_terms(score_parameters), sums, fresh=fresh)
+        tensors = (state.acc, state.row_max, state.row_sum)
+        _load_kernels().flash_forward(
+            q, k, v, step, to_kernel_terms(score_parameters), tensors, is_uninitialized=is_uninitialized
+        )
 
     def forward_single_step(
         self, step: Step, score_parameters: ScoreParameters, q: Tensor, k: Tensor, v: Tensor
@@ -73,15 +75,17 @@ class TritonFlash(AttentionKernel):
         )
         return result
 
-    def backward(self, step: Step, score_parameters: ScoreParameters, saved: StepRows, sums: GradientSums) -> None:
+    def backward(
+        self, step: Step, score_parameters: ScoreParameters, inputs: BackwardTensors, sums: GradientSums
+    ) -> None:
         """Add the gradients of this step to `sums`; bitwise equal in every run."""
         _load_kernels().flash_backward(
-            saved.grad_out,
-            saved.q,
-            saved.k,
-            saved.v,
-            saved.lse,
-            saved.row_sums,
+            inputs.grad_out,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.lse,
+            inputs.delta,
             sums.dq,
             sums.dk,
             sums.dv,
@@ -101,7 +105,7 @@ def _load_kernels() -> ModuleType:
 
 
 def to_kernel_terms(score_parameters: ScoreParameters) -> Any:
-    """Convert `score_parameters` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
+    """Convert `score_parameters` to `triton_kernels.attention.ScoreTerms`, the argument type of the Triton kernels."""
     kernels = _load_kernels()
     dropout_spec = score_parameters.dropout
     dropout = (
@@ -109,7 +113,7 @@ def to_kernel_terms(score_parameters: ScoreParameters) -> Any:
         if dropout_spec is None
         else kernels.DropoutArguments(dropout_spec.p, dropout_spec.seed, dropout_spec.first_head)
     )
-    return kernels.Terms(score_parameters.scale, score_parameters.softcap, score_parameters.alibi_slopes, dropout)
+    return kernels.ScoreTerms(score_parameters.scale, score_parameters.softcap, score_parameters.alibi_slopes, dropout)
 
 
 TRITON_KERNEL = TritonFlash()

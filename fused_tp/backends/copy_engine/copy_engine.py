@@ -229,11 +229,11 @@ class _WorkspaceStreams:
     """Streams of one workspace of the native core, which keeps this object alive; freeing it frees the streams."""
 
     def __init__(self, memory: KernelMemory) -> None:
-        self._memory = memory  # keeps its `rescue` stream alive
+        self._memory = memory  # keeps its `rescue_stream` alive
         max_streams = _MAX_FETCH_STREAMS_ON_SHARED_GPU if memory.shares_gpu else _MAX_FETCH_STREAMS
         copy_streams = memory.own_streams(self, 1 + min(memory.world_size - 1, max_streams))
-        assert memory.rescue is not None
-        self.handles = [memory.rescue.cuda_stream, *(stream.cuda_stream for stream in copy_streams)]
+        assert memory.rescue_stream is not None
+        self.handles = [memory.rescue_stream.cuda_stream, *(stream.cuda_stream for stream in copy_streams)]
 
 
 class CopyEngine(GroupKernels[_NativeSlot]):
@@ -334,7 +334,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             streams = None
             if old_slot is not None and outgrown_slot is None:
                 streams = old_slot.streams
-            elif self._memory.rescue is not None:
+            elif self._memory.rescue_stream is not None:
                 streams = _WorkspaceStreams(self._memory)
             handles = [] if streams is None else streams.handles
             workspace = workspace_class(

@@ -224,9 +224,9 @@ def _workspace_class() -> Any:
 
     class DeviceWorkspace(Workspace):
         def __init__(
-            self, buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue: torch.cuda.Stream | None
+            self, buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue_stream: torch.cuda.Stream | None
         ) -> None:
-            super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0, rescue=rescue)
+            super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0, rescue_stream=rescue_stream)
             self.native = core.DeviceWorkspace(
                 self.addresses.data_ptr(),
                 self.state.data_ptr(),

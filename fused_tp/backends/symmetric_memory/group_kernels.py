@@ -303,7 +303,7 @@ class Workspaces(GroupKernels[_Slot]):
 
     Args:
         constructors: constructor of the workspace of each kind of op. It is called with a buffer, its handle,
-            `timeout_seconds` and the stream `rescue`, which all kinds share.
+            `timeout_seconds` and `rescue_stream`, which all kinds share.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class Workspaces(GroupKernels[_Slot]):
         return self._error(CollectiveTimeoutError, f"{{reason}}{timeout_text}.", reason=str(expired_wait))
 
     def _expired_wait(self) -> Any:
-        """Return the `triton_kernels.comm.signals.Expired` of a timed-out wait, or None."""
+        """Return the `triton_kernels.comm.signals.ExpiredWait` of a timed-out wait, or None."""
         return next(filter(None, (slot.workspace.expired_wait() for slot in self._all_slots())), None)
 
     def _leave(self, slot: _Slot, reason: str) -> None:
@@ -412,7 +412,7 @@ class Workspaces(GroupKernels[_Slot]):
             old_slot.turn.done_event.synchronize()
         with self._creation_scope(size, op):
             buffer, handle = self._memory.allocate(size)
-            options = {"timeout_seconds": _timeout_seconds(), "rescue": self._memory.rescue}
+            options = {"timeout_seconds": _timeout_seconds(), "rescue_stream": self._memory.rescue_stream}
             workspace = self._constructors[kind](buffer, handle, **options)
         slot = _Slot(workspace, size, workspace.state.is_cuda)
         return self._replace_slot(kind, slot, old_slot if old_slot is not None and old_slot.is_captured else None)

@@ -92,7 +92,7 @@ class KernelMemory(ABC):
     shares_gpu = False  # True if the ranks are threads of this process, on one GPU
 
     @cached_property
-    def rescue(self) -> torch.cuda.Stream | None:
+    def rescue_stream(self) -> torch.cuda.Stream | None:
         """Stream of this rank in which nothing waits, so that copies on it can end waits; None on a CPU."""
         return self.own_streams(self, 1)[0] if self.device.type == "cuda" else None
 
@@ -100,7 +100,7 @@ class KernelMemory(ABC):
         """Return `count` streams of the GPU's highest priority, which are reused only once `owner` is deleted."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 
-        streams: list[torch.cuda.Stream] = own_streams(owner, self.device, count, urgent=True)
+        streams: list[torch.cuda.Stream] = own_streams(owner, self.device, count, has_high_priority=True)
         return streams
 
     @abstractmethod
