@@ -202,7 +202,7 @@ def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
 
     library_names = {gpu_matmul.CUBLAS, *gpu_attention.BACKENDS}
     context = RecordedContext(arch, KNOWN_GPUS[arch].sms)
-    for case in gpu.cases(quick=True):
+    for case in gpu.cases(is_quick=True):
         is_timed = any(re.search(pattern, case.name) for pattern in TIMED_CASES)
         if is_timed and case.make.__module__ in (gpu_matmul.__name__, gpu_attention.__name__):
             yield partial(_run_once, case, context, library_names)
