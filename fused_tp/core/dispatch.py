@@ -59,12 +59,12 @@ class TableChoice:
 
     Attributes:
         rule: description of the rule, with its source.
-        chunks: number of chunks that the schedule splits the transfer into; None: the schedule computes the number.
+        num_chunks: number of chunks that the schedule splits the transfer into; None: the schedule computes the number.
     """
 
     schedule: str
     rule: str
-    chunks: int | None = None
+    num_chunks: int | None = None
 
 
 @cache

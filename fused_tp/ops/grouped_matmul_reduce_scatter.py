@@ -137,7 +137,7 @@ def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> tuple[Tensor, Tensor]
     size = g.shape[g.scatter_dim]
 
     def multiply(d_output: Tensor) -> tuple[Tensor, Tensor]:
-        d_rows = grouped_linear(d_output, g.weight.transpose(1, 2), g.routing, by_token=True)
+        d_rows = grouped_linear(d_output, g.weight.transpose(1, 2), g.routing, has_row_per_token=True)
         return d_rows, d_output.clone() if g.needs_d_output else d_output.new_empty(0)
 
     if g.needs_rows:

@@ -108,7 +108,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
         key = ScheduleKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
         choice = dispatch.choose_schedule(key, world_size, "gloo", "cpu", without)
-        assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
+        assert choice.num_chunks == (3 if choice.schedule == "nccl_pipeline" else None)
         return choice.schedule
 
     assert ask(1, torch.float32, 2) == "nccl_pipeline" and ask(1, torch.float32, 2, "nccl_pipeline") == "plain"

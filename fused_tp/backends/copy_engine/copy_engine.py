@@ -200,13 +200,13 @@ class BlockScatter:
         self._engine = call._engine
         self._core = slot.core
         self._buffer = slot.buffer
-        self.number: int = slot.core.scatter()
+        self.scatter_id: int = slot.core.scatter()
 
     def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the blocks [W, *shape] by source rank. The caller writes its own; `receive` waits for the others."""
         world_size = self._engine.world_size
         start, slot_elements = (
-            self._core.slot(self.number, 0) // dtype.itemsize,
+            self._core.slot(self.scatter_id, 0) // dtype.itemsize,
             self._core.slot_bytes // dtype.itemsize,
         )
         slot_rows = self._buffer.view(dtype)[start : start + world_size * slot_elements].view(world_size, slot_elements)
@@ -214,15 +214,15 @@ class BlockScatter:
 
     def push(self, peer: int, block: Tensor) -> None:
         """Send the contiguous `block` to rank `peer`, after the work enqueued on the current stream so far."""
-        self._core.push(self._call._call, self._engine.stream(), self.number, peer, _address_and_bytes(block))
+        self._core.push(self._call._call, self._engine.stream(), self.scatter_id, peer, _address_and_bytes(block))
 
     def receive(self) -> None:
         """Make the current stream wait until all blocks for this rank have arrived."""
-        self._core.receive(self._call._call, self._engine.stream(), self.number)
+        self._core.receive(self._call._call, self._engine.stream(), self.scatter_id)
 
     def release(self) -> None:
         """Allow the next scatter to overwrite `terms`, after the work enqueued on the current stream so far."""
-        self._core.release(self._engine.stream(), self.number)
+        self._core.release(self._engine.stream(), self.scatter_id)
 
 
 class _WorkspaceStreams:

@@ -153,8 +153,8 @@ class PipelinedSchedule(PlainSchedule):
 
     def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         """Return the chunks of N, from M, N and the dtype only: K is sharded and may differ between ranks."""
-        chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
-        ranges = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
+        num_chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
+        ranges = [shard_range(n, max(1, num_chunks), i) for i in range(max(1, num_chunks))]
         return [bounds for bounds in ranges if bounds[0] < bounds[1]] or [(0, n)]
 
 

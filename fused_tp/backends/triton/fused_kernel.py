@@ -105,7 +105,7 @@ class FusedKernelSchedule(KernelSchedule):
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
-        # K = 0: there is nothing to gather, and the products are zero.
+        # The gathered x is empty (M = 0 or K = 0): nothing to gather; results are empty or zero.
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
@@ -198,18 +198,18 @@ class FusedKernelSchedule(KernelSchedule):
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm.gemm_sum import gemm_reduce_scatter, reduce_scatter_bytes
 
-        x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
+        x, row_counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
-        launch = self._choose_launch(x.dtype, sum(counts), n, min_margin=1)
+        launch = self._choose_launch(x.dtype, sum(row_counts), n, min_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
-        nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
+        nbytes = reduce_scatter_bytes(sum(row_counts), n, x.dtype, self.world_size, launch, rows_per_rank=row_counts[0])
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
             self._side_stream(overlapped_work, x.device),
         ):
             out: Tensor = gemm_reduce_scatter(
-                products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_contiguous_bias(bias)
+                products, workspace=workspace, launch=launch, rows_per_rank=row_counts[0], bias=_contiguous_bias(bias)
             )
         return out
 
@@ -227,8 +227,8 @@ class FusedKernelSchedule(KernelSchedule):
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        rows = prod(x.shape[:-1])
-        tile_rows, _ = self._choose_launch(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
+        num_rows = prod(x.shape[:-1])
+        tile_rows, _ = self._choose_launch(x.dtype, num_rows, weight.shape[0]).tile_counts(num_rows, 1)
         if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_norm_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
@@ -253,12 +253,12 @@ class FusedKernelSchedule(KernelSchedule):
         x, w = products[0]
         m, n = len(x), w.shape[0]
         launch = self._choose_launch(x.dtype, m, n)
-        two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
+        is_two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
-        nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
+        nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=is_two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(overlapped_work, x.device):
             result: tuple[Tensor, Tensor | None] = gemm_all_reduce(
-                products, workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
+                products, workspace=workspace, launch=launch, two_shot=is_two_shot, **epilogue
             )
         return result
 
