@@ -43,7 +43,7 @@ _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 1 << 16  # option of glibc's mall
 class Peak:
     """Peak memory in MiB of the rank that needs most, for `tokens` tokens in total on `ranks` ranks."""
 
-    config_name: str
+    way: str
     tokens: int
     ranks: int
     mib: float

@@ -283,8 +283,8 @@ def _explain_in(
         f"{name} {list(shape)}" for name, shape in zip(tensor_argument_names()[op], shapes, strict=True)
     )
     dim_text = "" if dim is None else f", dim={dim}"
-    ranks = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
-    call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks}"
+    ranks_text = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
+    call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks_text}"
     return Explanation(op, call, forward, backward, provider)
 
 

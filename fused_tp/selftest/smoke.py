@@ -93,14 +93,14 @@ def check_memory_operations(device: torch.device, *, in_graph: bool) -> str:
     cuda = ctypes.CDLL("libcuda.so.1")
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
 
-    def submit_operations(count: int) -> None:
-        batch = (ctypes.c_uint64 * (6 * count))()  # 48 bytes each: kind, address, value, flags
-        for number in range(count):
-            kind, value = (_WRITE_64, 7) if number == 0 else (_WAIT_64, 7) if number == 1 else (_WRITE_64, 9)
-            batch[6 * number : 6 * number + 4] = [kind, word.data_ptr(), value, _GEQ]
-        status = cuda.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, 0)
+    def submit_operations(num_operations: int) -> None:
+        batch = (ctypes.c_uint64 * (6 * num_operations))()  # 48 bytes each: kind, address, value, flags
+        for index in range(num_operations):
+            kind, value = (_WRITE_64, 7) if index == 0 else (_WAIT_64, 7) if index == 1 else (_WRITE_64, 9)
+            batch[6 * index : 6 * index + 4] = [kind, word.data_ptr(), value, _GEQ]
+        status = cuda.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), num_operations, batch, 0)
         if status:
-            raise RuntimeError(f"cuStreamBatchMemOp failed for a batch of {count} (CUresult {status})")
+            raise RuntimeError(f"cuStreamBatchMemOp failed for a batch of {num_operations} (CUresult {status})")
 
     torch.cuda.synchronize(device)
     if in_graph:
@@ -110,8 +110,8 @@ def check_memory_operations(device: torch.device, *, in_graph: bool) -> str:
         cuda_graph.replay()
     else:
         with torch.cuda.stream(stream):
-            for count in (3, _MAX_BATCH):
-                submit_operations(count)
+            for num_operations in (3, _MAX_BATCH):
+                submit_operations(num_operations)
     torch.cuda.synchronize(device)
     if int(word) != 9:
         raise RuntimeError(f"the last word that the stream wrote must be 9, got {int(word)}")

@@ -133,7 +133,7 @@ def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch:
         {"kernel": "torch-cpu", **scope},
     ]
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    chosen = {dim: dispatch.choose_attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
+    chosen = {dim: dispatch.choose_attention_kernel(torch.float32, dim, is_backward=True) for dim in (64, 90, 91, 128)}
     assert chosen == {64: "native-cpu", 90: "native-cpu", 91: "torch-cpu", 128: "torch-cpu"}
     before = path.read_bytes()
     tune.tune(path, 2, print_line=said.append)

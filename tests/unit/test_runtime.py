@@ -289,6 +289,6 @@ def test_meshes_whose_groups_number_their_ranks_apart(ranks: list[list[int]], se
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("cp", "tp"), _init_backend=False, _rank=0)
     for together, fits in ((False, served), (True, flattened)):
         with nullcontext() if fits else pytest.raises(ValueError, match="must ascend along every dim"):
-            assert check_mesh_order(mesh, (0, 1), flattened=together)
+            assert check_mesh_order(mesh, (0, 1), is_flattened=together)
     with FakeTensorMode():
         assert not check_mesh_order(mesh, (0, 1))

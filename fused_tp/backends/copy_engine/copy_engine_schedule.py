@@ -125,7 +125,7 @@ class CopyEngineSchedule(KernelSchedule):
             gathered
         ) if request.return_gathered else None
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, row_counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
@@ -139,7 +139,9 @@ class CopyEngineSchedule(KernelSchedule):
             call.finish(out)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         m, n = len(x), w.shape[0]
         partial, out = x.new_empty((m, n)), x.new_empty((m, n))

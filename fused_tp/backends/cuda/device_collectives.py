@@ -296,4 +296,4 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
 def _has_kernels_for(device_index: int) -> bool:
     """True if the library contains code for GPU `device_index`; it may have been built for other GPUs only."""
     major, minor = torch.cuda.get_device_capability(device_index)
-    return native_kernels_available(10 * major + minor).ok
+    return native_kernels_available(10 * major + minor).is_available

@@ -112,7 +112,7 @@ class DeviceSchedule(KernelSchedule):
         with span("reduce_scatter", rows, self.name):
             return self.collectives.reduce_scatter(rows, dim_shards.row_counts)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with span("matmul", products):
@@ -122,11 +122,13 @@ class DeviceSchedule(KernelSchedule):
             # `overlapped_work` may be None on some ranks only (for example if a weight is frozen there).
             return self.collectives.reduce_scatter(partial, dim_shards.row_counts, bias, is_overlapped=True)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(overlapped_work, partial.device), span("all_reduce", partial, self.name):
-            # Always overlapped, as in `_matmul_scatter`.
+            # Always overlapped, as in `_matmul_reduce_scatter`.
             return self.collectives.all_reduce(partial, self.name, bias, out=partial, is_overlapped=True)
 
     def _reduce_and_normalize(

@@ -153,7 +153,7 @@ class TorchDist(GroupCalls):
         if remaining_ranks and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
             return False
         statuses = self.board.read()
-        return all(rank in statuses and statuses[rank].call >= call.number for rank in remaining_ranks)
+        return all(rank in statuses and statuses[rank].call >= call.call_number for rank in remaining_ranks)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 

@@ -450,8 +450,8 @@ class NcclDist(TorchDist):
             return
         if call is None or time.perf_counter() - call.start_time < PEER_POLL_SECONDS:
             return
-        if self._published_call < call.number:
-            self._published_call = call.number
+        if self._published_call < call.call_number:
+            self._published_call = call.call_number
             self.post_status(call)
         if self.board.has_failure():
             self.communicator.abort("a peer has aborted the group")  # aborts waits in the stream; later calls raise

@@ -104,7 +104,7 @@ class NcclPipeline(PlainSchedule):
             outputs = [dim_shards.from_rank_major(y) for y in outputs]
             return outputs, dim_shards.from_rank_major(gathered) if request.return_gathered else None
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, counts = products[0][0], dim_shards.row_counts
@@ -137,7 +137,9 @@ class NcclPipeline(PlainSchedule):
                     sum_into(out[begin:end], terms[:, begin:end], bias)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         out = x.new_empty((len(x), w.shape[0]))
         side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)

@@ -135,7 +135,7 @@ class SharedMemorySchedule(RowSchedule):
 
         return self.apply_to_gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
@@ -208,9 +208,11 @@ class SharedMemorySchedule(RowSchedule):
                 overlapped_work()
             self.transport.all_reduce(y, y, "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias")
             return y
-        return self._matmul_sum(products, bias, overlapped_work)
+        return self._matmul_all_reduce(products, bias, overlapped_work)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         op, num_columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
 

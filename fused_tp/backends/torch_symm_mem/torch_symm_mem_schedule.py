@@ -115,7 +115,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         with self.symm_mem.op_scope(), span("reduce_scatter", rows, self.name):
             return _wait_for_result(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         (x, w), *other_products = products
@@ -123,7 +123,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         if not self._is_even(dim_shards, part_bytes) or not self.symm_mem.reserve_memory(
             "matmul_reduce_scatter", workspace_bytes=2 * part_bytes
         ):
-            return self.fallback._matmul_scatter(products, dim_shards, bias, overlapped_work)
+            return self.fallback._matmul_reduce_scatter(products, dim_shards, bias, overlapped_work)
         if other_products:  # torch's op does not sum products: concatenate their features into one product
             x, w = (torch.cat([product[operand] for product in products], dim=-1) for operand in (0, 1))
         with self.symm_mem.op_scope(), span("matmul_reduce_scatter", x, w, self.name):
@@ -142,12 +142,14 @@ class TorchSymmMemSchedule(KernelSchedule):
             term.copy_(partial)
             return self._sum_term(term)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         shape = torch.Size((x.shape[0], w.shape[0]))
         nbytes = shape.numel() * x.element_size()
         if not self._reserve_for_sum("matmul_all_reduce", x.dtype, nbytes):
-            return self.fallback._matmul_sum(products, bias, overlapped_work)
+            return self.fallback._matmul_all_reduce(products, bias, overlapped_work)
         with self.symm_mem.op_scope():
             term = self.symm_mem.summand(shape, x.dtype)
             with span("matmul", products):

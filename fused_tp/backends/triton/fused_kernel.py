@@ -189,11 +189,11 @@ class FusedKernelSchedule(KernelSchedule):
         ], None if gathered is None else dim_shards.from_rank_major(gathered)
 
     def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
-        # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
+        # Tiles, and the widths of weights, may differ between ranks. One SM stays free, see _matmul_reduce_scatter.
         max_width = max(w.shape[0] for w in request.weights)
         return self._choose_launch(request.x_shard.dtype, sum(dim_shards.row_counts), max_width, min_margin=1)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm.gemm_sum import gemm_reduce_scatter, reduce_scatter_bytes
@@ -219,9 +219,11 @@ class FusedKernelSchedule(KernelSchedule):
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
-        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
+        return self._matmul_all_reduce([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         return self._launch_sum("matmul_all_reduce", products, overlapped_work, bias=_contiguous_bias(bias))[0]
 
     def matmul_all_reduce_rms_norm(
