@@ -420,7 +420,7 @@ def _symmetric_memory_check(
         memory = group_memory(group, device)
         if isinstance(memory, Availability):
             return memory
-        if needs_multicast and not memory.multicast:
+        if needs_multicast and not memory.has_multicast:
             return unavailable(
                 "the group's GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)"
             )

@@ -336,8 +336,8 @@ def attention_magnitudes(
     scores, q64, k64, v64 = _scores64(q, k, v, mask)
     weights = torch.softmax(scores, -1).nan_to_num()  # NaN in rows without keys
 
-    def sum_groups(squares: Tensor, heads: int) -> Tensor:
-        return squares.unflatten(1, (heads, -1)).sum(2).sqrt().transpose(1, 2)
+    def sum_groups(squares: Tensor, num_heads: int) -> Tensor:
+        return squares.unflatten(1, (num_heads, -1)).sum(2).sqrt().transpose(1, 2)
 
     heads, kv_heads = q.shape[2], k.shape[2]
     magnitudes: list[Tensor | None] = [sum_groups(weights.square() @ v64.square(), heads), None]

@@ -138,14 +138,17 @@ class SymmMemRankInfo:
 
 
 class GroupMemory(KernelMemory):
-    """`KernelMemory` of the processes of a group. `multicast`: one address reaches all ranks' memory (NVLink SHARP)."""
+    """`KernelMemory` of the processes of a group.
+
+    `has_multicast`: one address reaches all ranks' memory (NVLink SHARP).
+    """
 
     def __init__(
-        self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], multicast: bool
+        self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], has_multicast: bool
     ) -> None:
         self.group, self.rank, self.world_size = group, group.rank, group.size
         self.device = self.serialized_by = device
-        self.arch, self.sms, self.pids, self.multicast = arch, sms, pids, multicast
+        self.arch, self.sms, self.pids, self.has_multicast = arch, sms, pids, has_multicast
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         if self.device.type == "cpu":
@@ -184,16 +187,16 @@ def _create_group_memory(group: Group, device: torch.device) -> GroupMemory | Av
     else:
         own_info = _gpu_rank_info(device)
     rank_infos = [SymmMemRankInfo(**fields) for fields in exchange(group, "kernel memory", asdict(own_info))]
-    availability, multicast = check_rank_infos(rank_infos), False
+    availability, has_multicast = check_rank_infos(rank_infos), False
     if availability and device.type == "cpu":
         if shm_transport(group) is None:
             availability = unavailable(f"the ranks cannot share memory: {shm_availability(group).reason}")
     elif availability:
-        availability, multicast = _try_allocation(group, device)
+        availability, has_multicast = _try_allocation(group, device)
     if not availability:
         return availability
     pids = watchable_pids([rank_info.process for rank_info in rank_infos])
-    return GroupMemory(group, device, rank_infos[0].arch, sms_per_rank(rank_infos), pids, multicast)
+    return GroupMemory(group, device, rank_infos[0].arch, sms_per_rank(rank_infos), pids, has_multicast)
 
 
 def _try_allocation(group: Group, device: torch.device) -> tuple[Availability, bool]:
@@ -207,7 +210,7 @@ def _try_allocation(group: Group, device: torch.device) -> tuple[Availability, b
     answers = exchange(group, "symmetric memory", own_answer)
     problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
     availability = unavailable(f"torch could not allocate symmetric memory: {problems[0]}") if problems else AVAILABLE
-    return availability, all(multicast for _, multicast in answers)
+    return availability, all(has_multicast for _, has_multicast in answers)
 
 
 def sms_per_rank(rank_infos: list[SymmMemRankInfo]) -> int:

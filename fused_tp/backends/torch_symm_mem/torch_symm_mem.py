@@ -89,14 +89,14 @@ class TorchSymmMem(Workspaces):
     Attributes:
         ops: the ops that all ranks have, by name.
         name: name of the group, which torch's ops accept.
-        multicast: True if the `multimem` ops can run.
+        has_multicast: True if the `multimem` ops can run.
     """
 
     def __init__(self, memory: GroupMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, {}, messages)
         self._kernels_name = "symm_mem ops"
         self._group = memory.group
-        self.name, self.multicast = memory.group.name, memory.multicast
+        self.name, self.has_multicast = memory.group.name, memory.has_multicast
         own_ops = {name: find_torch_op(name, self.device.type) for name in (*REQUIRED_OPS, *OPTIONAL_OPS)}
         own_names = [name for name, op in own_ops.items() if not isinstance(op, Availability)]
         names_by_rank = [set(rank_names) for rank_names in exchange(self._group, "torch's symm_mem ops", own_names)]

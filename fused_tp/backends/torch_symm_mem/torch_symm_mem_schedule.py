@@ -167,7 +167,7 @@ class TorchSymmMemSchedule(KernelSchedule):
     def _algorithm(self, nbytes: int, dtype: torch.dtype) -> tuple[str, bool]:
         """Return (name of the op that sums this many bytes, True if it sums in place)."""
         is_small = nbytes <= ONE_SHOT_BYTES
-        if self.symm_mem.multicast:
+        if self.symm_mem.has_multicast:
             # Each rank reads the whole sum from the switch, whose order of three or more terms may vary by rank.
             if is_small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
                 return "multimem_one_shot_all_reduce", False
