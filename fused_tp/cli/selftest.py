@@ -249,7 +249,7 @@ def _find_gpus() -> Gpus:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except RuntimeError as error:
         return Gpus(f"torch finds a GPU but cannot use it ({str(error).splitlines()[0]})")
-    num_devices = torch.cuda.num_devices()
+    num_devices = torch.cuda.device_count()
     if major < 8:
         return Gpus(f"{name} is older than sm_80", 0, num_devices, name)
     from fused_tp.triton_kernels.device import kernel_arch
