@@ -226,7 +226,7 @@ def on_doubles(group: Any, folder: str, double: str) -> dict[str, set[str]]:
     with (
         doubles(double),
         multicast(),
-        mock.patch.object(GroupMemory, "multicast", property(lambda memory: True, lambda *_: None), create=True),
+        mock.patch.object(GroupMemory, "has_multicast", property(lambda memory: True, lambda *_: None), create=True),
         mock.patch.object(fused_kernel, "DIRECT_BYTES", -1),
         mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder),
     ):
