@@ -31,7 +31,7 @@ from .results import now, this_machine, versions
 
 HEADS, HEAD_DIM, DTYPE = 2, 64, torch.bfloat16
 TOKENS_PER_RANK, RANK_COUNTS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
-SHM_BY_WAY = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # values of the setting FUSED_TP_SHM
+SHM_BY_CONFIG = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # values of the setting FUSED_TP_SHM
 SDPA_BACKENDS = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, math": SDPBackend.MATH}
 MAX_MATH_TOKENS = 8192  # the scores of this many tokens take 2 GiB
 TIMEOUT_SECONDS = 3600.0
@@ -62,14 +62,14 @@ class RunSetting:
         return 2 * tokens * self.heads * self.head_dim * DTYPE.itemsize / 2**20
 
 
-def measure(context: RankContext, way: str, tokens: int, setting: RunSetting) -> float:
+def measure(context: RankContext, config_name: str, tokens: int, setting: RunSetting) -> float:
     """Measure the MiB of this rank for `tokens` tokens in total. The process must not have measured anything before."""
-    if way in SHM_BY_WAY:
-        os.environ["FUSED_TP_SHM"] = SHM_BY_WAY[way]
-    return measure_peak_mib(way, tokens, context.world_size, setting)
+    if config_name in SHM_BY_CONFIG:
+        os.environ["FUSED_TP_SHM"] = SHM_BY_CONFIG[config_name]
+    return measure_peak_mib(config_name, tokens, context.world_size, setting)
 
 
-def measure_peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting) -> float:
+def measure_peak_mib(config_name: str, tokens: int, world_size: int, setting: RunSetting) -> float:
     """Return by how many MiB attention raises this rank's peak memory; FUSED_TP_SHM must be set already."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
@@ -78,15 +78,15 @@ def measure_peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting
         gc.collect()
         libc.malloc_trim(0)
 
-    _run_attention(way, 64 * world_size, world_size, setting)  # for allocations that happen only once
+    _run_attention(config_name, 64 * world_size, world_size, setting)  # for allocations that happen only once
     trim()
     private_kib = _status_kib("RssAnon") + _status_kib("RssFile")
-    if way in SHM_BY_WAY:
+    if config_name in SHM_BY_CONFIG:
         _touch_peers(tokens // world_size, world_size, setting)
     trim()
     shared_kib = _status_kib("RssShmem")  # only grows, so this earlier value cannot hide part of the peak
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
-    _run_attention(way, tokens, world_size, setting)
+    _run_attention(config_name, tokens, world_size, setting)
     return (_status_kib("VmHWM") - shared_kib - private_kib + _own_shared_kib()) / 1024
 
 
@@ -99,14 +99,14 @@ def _status_kib(name: str) -> int:
 
 def _own_shared_kib() -> int:
     """Return the KiB of the shared memory that this process has created; its peers' memory is not open here."""
-    blocks = 0
+    num_blocks = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             if "memfd:fused_tp" in os.readlink(descriptor):
-                blocks += descriptor.stat().st_blocks
+                num_blocks += descriptor.stat().st_blocks
         except OSError:  # the descriptor of the directory itself, which is closed by now
             continue
-    return blocks // 2
+    return num_blocks // 2
 
 
 def _make_inputs(tokens: int, setting: RunSetting) -> list[Tensor]:
@@ -115,14 +115,14 @@ def _make_inputs(tokens: int, setting: RunSetting) -> list[Tensor]:
     return [torch.full(shape, 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
 
 
-def _run_attention(way: str, tokens: int, world_size: int, setting: RunSetting) -> None:
+def _run_attention(config_name: str, tokens: int, world_size: int, setting: RunSetting) -> None:
     q, k, v, grad = _make_inputs(tokens // world_size, setting)
-    if way in SHM_BY_WAY:
+    if config_name in SHM_BY_CONFIG:
         from fused_tp import ring_attention
 
         out = ring_attention(q, k, v, group=None, causal=True)
     else:
-        with sdpa_kernel(SDPA_BACKENDS[way]):
+        with sdpa_kernel(SDPA_BACKENDS[config_name]):
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
             ).transpose(1, 2)
@@ -139,24 +139,26 @@ def _touch_peers(tokens: int, world_size: int, setting: RunSetting) -> None:
 
 
 def measure_peaks(
-    ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: RunSetting
+    config_names: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: RunSetting
 ) -> Iterator[Peak]:
-    """Yield the peak memory of each way, for each number of tokens per rank and each number of ranks.
+    """Yield the peak memory of each configuration, for each number of tokens per rank and each number of ranks.
 
     W ranks hold a sequence W times as long. torch runs on one rank only.
     """
-    for length, world_size, way in itertools.product(tokens, sorted(ranks), ways):
-        if way in SDPA_BACKENDS and (world_size > 1 or (way == "torch, math" and length > MAX_MATH_TOKENS)):
+    for length, world_size, config_name in itertools.product(tokens, sorted(ranks), config_names):
+        if config_name in SDPA_BACKENDS and (
+            world_size > 1 or (config_name == "torch, math" and length > MAX_MATH_TOKENS)
+        ):
             continue
         with Ranks(world_size) as processes:
-            mib = max(processes.call(measure, way, length * world_size, setting, seconds=TIMEOUT_SECONDS))
-        yield Peak(way, length * world_size, world_size, mib, now())
+            mib = max(processes.call(measure, config_name, length * world_size, setting, seconds=TIMEOUT_SECONDS))
+        yield Peak(config_name, length * world_size, world_size, mib, now())
 
 
 def ring_limit_mib(peaks: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
     """Return the MiB expected on each rank of `peak`: those of one rank with as many tokens, plus two chunks of K/V."""
     length = peak.tokens // peak.ranks
-    one_rank_mib = [other.mib for other in peaks if (other.way, other.tokens, other.ranks) == (peak.way, length, 1)]
+    one_rank_mib = [p.mib for p in peaks if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
     return one_rank_mib[0] + 2 * setting.kv_mib(length) if one_rank_mib and peak.ranks > 1 else None
 
 
@@ -166,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS_PER_RANK, metavar="N", help="on each rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANK_COUNTS, metavar="W")
     parser.add_argument(
-        "--ways", nargs="+", choices=[*SHM_BY_WAY, *SDPA_BACKENDS], default=[*SHM_BY_WAY, *SDPA_BACKENDS]
+        "--ways", nargs="+", choices=[*SHM_BY_CONFIG, *SDPA_BACKENDS], default=[*SHM_BY_CONFIG, *SDPA_BACKENDS]
     )
     parser.add_argument("--heads", type=int, default=HEADS, help=f"number of heads, each of {HEAD_DIM} features")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR")

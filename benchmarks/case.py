@@ -32,14 +32,14 @@ class Contestant:
         check: raises AssertionError if run() computes a wrong result; None for a floor that does only part of the work.
         note: text for the `note` of its records.
         repeats: number of times that run() repeats the work that one time refers to.
-        on_host: on a GPU, time how long the host is busy; run() must not fill the queues of the streams.
+        times_host: on a GPU, time how long the host is busy; run() must not fill the queues of the streams.
     """
 
     run: Callable[[], Any]
     check: Callable[[], None] | None = None
     note: str = ""
     repeats: int = 1
-    on_host: bool = False
+    times_host: bool = False
 
 
 # Creates a contestant, on all ranks. Raises Unavailable, or ImportError if a package is missing.
@@ -115,7 +115,7 @@ def ratio_quartiles(numerator: Sequence[float], denominator: Sequence[float]) ->
 
 @dataclass(frozen=True)
 class Measure:
-    """Way to compare two contestants: `compare(fused_tp, rival, world_size)` takes their seconds of each round."""
+    """Comparison of two contestants: `compare(fused_tp, rival, world_size)` takes their seconds of each round."""
 
     name: str
     lower_is_better: bool
@@ -185,12 +185,12 @@ def select_cases(cases: Iterable[BenchCase], pattern: str, option: str) -> list[
         ValueError: `pattern` is not a regular expression, or matches no case.
     """
     try:
-        chosen = [case for case in cases if re.search(pattern, case.name)]
+        selected_cases = [case for case in cases if re.search(pattern, case.name)]
     except re.error as error:
         raise ValueError(f"{option} {pattern!r} is not a regular expression ({error}).") from error
-    if not chosen:
+    if not selected_cases:
         raise ValueError(f"{option} {pattern!r} matches no case; --list prints their names.")
-    return chosen
+    return selected_cases
 
 
 def checked_contestant(run: Callable[[], Tensor], expected: Tensor, note: str = "") -> Contestant:

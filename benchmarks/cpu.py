@@ -41,14 +41,14 @@ def run_cases(
     world_size: int = 2,
     rounds: int | None = None,
     scale: float = 1.0,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> Iterator[tuple[BenchCase, list[Record]]]:
     """Run cases one after the other; yield each with its records, empty if it failed.
 
     Args:
         rounds: rounds of every case; None for as many as fit the case's time.
         scale: multiplies the time of every case.
-        say: called with a sentence on each skipped contestant and failed case.
+        print_line: called with a sentence on each skipped contestant and failed case.
     """
     for _, family in itertools.groupby(cases, key=lambda case: case.family):
         ranks: Ranks | None = None
@@ -61,11 +61,11 @@ def run_cases(
                     times = ranks.call(run_case, case, rounds, scale, seconds=deadline)
                 except RankFailure as error:
                     ranks = None
-                    say(f"{case.name} failed. {error}")
+                    print_line(f"{case.name} failed. {error}")
                     yield case, []
                     continue
-                for name, reason in times[0].skipped.items():
-                    say(f"{case.name}: {name} {reason}")
+                for name, reason in times[0].skip_reasons.items():
+                    print_line(f"{case.name}: {name} {reason}")
                 yield case, make_records(case, times, world_size, this_machine(), versions())
         finally:
             if ranks is not None:

@@ -25,7 +25,7 @@ TORCH_ON_EVERY_RANK = "torch on every rank"
 FUSED_TP_ON_ONE_RANK = "fused_tp on one rank"
 FUSED_TP_ON_EVERY_RANK = "fused_tp on every rank"
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cases() -> list[BenchCase]:
@@ -43,39 +43,39 @@ def cases() -> list[BenchCase]:
     }
     variants: list[tuple[str, dict[str, Any], dict[str, Rival], float]] = [
         ("ring_attention", {"seq": SEQ}, causal_rivals, 20.0),
-        ("ring_attention_documents", {"seq": DOCUMENTS_SEQ, "documents": DOCUMENTS}, masked_rivals, 15.0),
+        ("ring_attention_documents", {"seq": DOCUMENTS_SEQ, "num_documents": DOCUMENTS}, masked_rivals, 15.0),
         ("ring_attention_window", {"seq": WINDOW_SEQ, "window": WINDOW}, masked_rivals, 15.0),
         ("ring_attention_gloo", {"seq": SEQ, "shared_memory": False}, message_rivals, 20.0),
     ]
     return [
         BenchCase(
-            f"{name}/{dtype}/{'forward+backward' if backward else 'forward'}",
+            f"{name}/{dtype}/{'forward+backward' if is_backward else 'forward'}",
             ring_attention_makers,
-            {"dtype": dtype, "backward": backward, **parameters},
+            {"dtype": dtype, "is_backward": is_backward, **parameters},
             rivals,
-            seconds=2.25 * seconds if backward else seconds,
+            seconds=2.25 * seconds if is_backward else seconds,
         )
         for name, parameters, rivals, seconds in variants
         for dtype in ("bf16", "fp32")
-        for backward in (False, True)
+        for is_backward in (False, True)
     ]
 
 
-def zipf_lengths(documents: int, total: int) -> list[int]:
+def zipf_lengths(num_documents: int, total: int) -> list[int]:
     """Lengths in proportion to 1 / rank that add up to `total`, in random order."""
-    shares = [1 / rank for rank in range(1, documents + 1)]
+    shares = [1 / rank for rank in range(1, num_documents + 1)]
     lengths = [max(1, int(total * share / sum(shares))) for share in shares]
     lengths[0] += total - sum(lengths)
-    order = torch.randperm(documents, generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(num_documents, generator=torch.Generator().manual_seed(0)).tolist()
     return [lengths[i] for i in order]
 
 
 def ring_attention_makers(
     context: RankContext,
     dtype: str,
-    backward: bool,
+    is_backward: bool,
     seq: int = SEQ,
-    documents: int = 0,
+    num_documents: int = 0,
     window: int = 0,
     shared_memory: bool = True,
 ) -> Makers:
@@ -85,10 +85,10 @@ def ring_attention_makers(
     """
     random = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
-    lengths = zipf_lengths(documents, seq) if documents else [seq]
+    lengths = zipf_lengths(num_documents, seq) if num_documents else [seq]
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     options: dict[str, Any] = {"causal": True}
-    if documents:
+    if num_documents:
         options |= {"cu_seqlens": torch.tensor(bounds), "layout": "balanced"}
     if window:
         options["window"] = (window - 1, 0)
@@ -99,7 +99,7 @@ def ring_attention_makers(
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ring_attention_from_head(q, k, v, None, is_unsharded=True, **options)
 
-        return _make_step(attention, q, k, v, d_out, backward)
+        return _make_step(attention, q, k, v, d_out, is_backward)
 
     def fused_tp_contestant() -> Contestant:
         from fused_tp import ring_attention, shard_sequence
@@ -113,12 +113,12 @@ def ring_attention_makers(
             out: Tensor = ring_attention(q, k, v, group=None, seq_len=seq, **options)
             return out
 
-        run = _make_step(attention, shard(q), shard(k), shard(v), shard(d_out), backward)
+        run = _make_step(attention, shard(q), shard(k), shard(v), shard(d_out), is_backward)
         run = run if shared_memory else _without_shared_memory(run)
 
         def check() -> None:
             reference = (
-                unsharded_step() if window else _make_step(_make_torch_attention(bounds), q, k, v, d_out, backward)
+                unsharded_step() if window else _make_step(_make_torch_attention(bounds), q, k, v, d_out, is_backward)
             )
             for actual, expected in zip(run(), reference(), strict=True):
                 assert_close(actual, shard(expected))
@@ -134,7 +134,7 @@ def ring_attention_makers(
         FUSED_TP_ON_EVERY_RANK: lambda: Contestant(unsharded_step()),
     }
     if not window:  # torch supports a window only by a mask of seq x seq
-        torch_step = _make_step(_make_torch_attention(bounds), q, k, v, d_out, backward)
+        torch_step = _make_step(_make_torch_attention(bounds), q, k, v, d_out, is_backward)
         makers |= {
             TORCH_ON_ONE_RANK: lambda: first_rank_contestant(torch_step),
             TORCH_ON_EVERY_RANK: lambda: Contestant(torch_step),
@@ -142,7 +142,7 @@ def ring_attention_makers(
     return makers
 
 
-def _make_torch_attention(bounds: list[int]) -> Attention:
+def _make_torch_attention(bounds: list[int]) -> AttentionFunction:
     """Return torch's attention, computed document by document, which is fastest on CPUs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -164,9 +164,9 @@ def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _make_step(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, backward: bool
+    attention: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, is_backward: bool
 ) -> Callable[[], list[Tensor]]:
-    """Return a function that computes [out], or [out, dq, dk, dv] with `backward`."""
+    """Return a function that computes [out], or [out, dq, dk, dv] with `is_backward`."""
 
     def forward() -> list[Tensor]:
         with torch.no_grad():
@@ -177,4 +177,4 @@ def _make_step(
         out = attention(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
 
-    return forward_and_backward if backward else forward
+    return forward_and_backward if is_backward else forward

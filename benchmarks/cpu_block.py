@@ -193,8 +193,8 @@ class TransformerBlock:
 
     def _forward(self, x: Tensor) -> Tensor:
         layers = self.layers
-        (attended,) = layers.project(self._attention(*layers.project(self._norm(0, x), "q", "k", "v")), "o")
-        x = x + attended
+        (attention_output,) = layers.project(self._attention(*layers.project(self._norm(0, x), "q", "k", "v")), "o")
+        x = x + attention_output
         gate, up = layers.project(self._norm(1, x), "gate", "up")
         (down,) = layers.project(F.silu(gate) * up, "down")
         return x + down

@@ -43,15 +43,15 @@ def cases() -> list[BenchCase]:
     }
     return [
         BenchCase(
-            f"experts/{dtype}/{name}{'forward+backward' if backward else 'forward'}",
+            f"experts/{dtype}/{name}{'forward+backward' if is_backward else 'forward'}",
             experts_makers,
-            {"dtype": dtype, "backward": backward, "sizes": sizes},
+            {"dtype": dtype, "is_backward": is_backward, "sizes": sizes},
             rivals,
-            seconds=30.0 if backward or name else 15.0,
+            seconds=30.0 if is_backward or name else 15.0,
         )
         for name, sizes, dtypes in (("", SMALL_SIZES, ("bf16", "fp32")), ("Mixtral ", MIXTRAL_SIZES, ("bf16",)))
         for dtype in dtypes
-        for backward in (False, True)
+        for is_backward in (False, True)
     ] + [
         BenchCase(
             f"experts/{dtype}/sequence parallel",
@@ -64,7 +64,7 @@ def cases() -> list[BenchCase]:
     ]
 
 
-def experts_makers(context: RankContext, dtype: str, backward: bool, sizes: tuple[int, int]) -> Makers:
+def experts_makers(context: RankContext, dtype: str, is_backward: bool, sizes: tuple[int, int]) -> Makers:
     """Makers for one block of experts; x is [1, tokens, hidden], equal on all ranks.
 
     Backward computes the gradients of x and of all weights, including the router's.
@@ -74,7 +74,7 @@ def experts_makers(context: RankContext, dtype: str, backward: bool, sizes: tupl
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
-        if backward:
+        if is_backward:
             return train_step(block, x, grad_out, "gate.weight")
         with torch.no_grad():
             return [block(x)]
@@ -114,7 +114,7 @@ def experts_makers(context: RankContext, dtype: str, backward: bool, sizes: tupl
         def run() -> None:
             linear(rows, up, routing)
             linear(down_inputs, down, routing)
-            if backward:
+            if is_backward:
                 linear(grad_down, down.transpose(1, 2), routing)
                 weight_grad(grad_down, down_inputs, down, routing)
                 linear(grad_up, up.transpose(1, 2), routing)

@@ -14,8 +14,8 @@ each case, prints the table at the end, and lists the cases for which no time wa
 The first run on a machine compiles the kernels, which takes longer than timing them. Triton caches compiled kernels, so
 let several processes check the results of some cases each beforehand; they time nothing:
 
-    for some in alone/bf16 alone/fp flags ranks attention/ attention-ra attention-ri; do
-        python -m benchmarks.gpu --check --only "^$some" & done; wait
+    for prefix in alone/bf16 alone/fp flags ranks attention/ attention-ra attention-ri; do
+        python -m benchmarks.gpu --check --only "^$prefix" & done; wait
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ DEFAULT_MINUTES = 8.0
 ROUNDS, QUICK_ROUNDS = 25, 7
 
 
-def cases(quick: bool) -> list[BenchCase]:
+def cases(is_quick: bool) -> list[BenchCase]:
     """All cases, the most informative first, since the time may run out."""
     from . import gpu_attention as attention
     from . import gpu_collectives as collectives
     from . import gpu_matmul as matmul
 
     common = [
-        *matmul.matmul_only_cases(["bf16"], quick),
-        *matmul.flag_cases(quick),
-        *matmul.rank_cases(2, quick),
-        *attention.cases(quick),
+        *matmul.matmul_only_cases(["bf16"], is_quick),
+        *matmul.flag_cases(is_quick),
+        *matmul.rank_cases(2, is_quick),
+        *attention.cases(is_quick),
     ]
     small_bytes, large_bytes = collectives.SMALL_BYTES, collectives.LARGE_BYTES
-    if quick:
+    if is_quick:
         return [
             *collectives.cases(2, (small_bytes[1], large_bytes[0]), (128,), (small_bytes[1],)),
             *collectives.overhead_cases(),
@@ -72,9 +72,9 @@ def cases(quick: bool) -> list[BenchCase]:
         *collectives.overhead_cases(),
         *common,
         *collectives.exchange_cases(2, small_bytes),
-        *matmul.rank_cases(4, quick),
+        *matmul.rank_cases(4, is_quick),
         *collectives.cases(4),
-        *matmul.matmul_only_cases(["fp16"], quick),
+        *matmul.matmul_only_cases(["fp16"], is_quick),
     ]
 
 
@@ -97,16 +97,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Return 0 if all cases that ran are correct, 1 if one failed, 2 if none can run or the arguments are invalid."""
     try:
-        chosen = select_cases(cases(options.quick), options.only, "--only")
+        selected_cases = select_cases(cases(options.quick), options.only, "--only")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if options.list:
-        print("\n".join(case.name for case in chosen))
+        print("\n".join(case.name for case in selected_cases))
         return 0
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see benchmarks.local_ranks; before CUDA starts
     os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel whose peer never signals must not use up the time
-    problem = obstacle()
+    problem = unsupported_reason()
     if problem:
         print(problem, file=sys.stderr)
         return 2
@@ -119,11 +119,11 @@ def main(options: argparse.Namespace) -> int:
     context, machine = GpuContext(device), gpu_machine(device)
     path = options.out / "gpu.jsonl"
     records: list[Record] = []
-    skipped: list[str] = []
+    skip_reasons: list[str] = []
 
     def write_summary() -> None:
         if options.json is not None:
-            write_atomically(options.json, json.dumps(summary(records, skipped), indent=1) + "\n")
+            write_atomically(options.json, json.dumps(summary(records, skip_reasons), indent=1) + "\n")
 
     def measure(case: BenchCase) -> Mapping[str, str]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
@@ -137,25 +137,25 @@ def main(options: argparse.Namespace) -> int:
         merge_records(path, new_records)  # at once, so that an interrupted run keeps its records
         path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent_seconds() / 60))
         write_summary()
-        return times.skipped
+        return times.skip_reasons
 
     def check(case: BenchCase) -> Mapping[str, str]:
         return check_case(context, case)[1]
 
-    measured_count, skipped[:] = run_all(chosen, budget, check if options.check else measure)
-    has_failures = any(" failed" in text for text in skipped)
+    measured_count, skip_reasons[:] = run_all(selected_cases, budget, check if options.check else measure)
+    has_failures = any(" failed" in text for text in skip_reasons)
     if options.check:
-        print("\n".join([*skipped, f"{measured_count} of {len(chosen)} cases have correct results."]))
+        print("\n".join([*skip_reasons, f"{measured_count} of {len(selected_cases)} cases have correct results."]))
         return int(has_failures or not measured_count)
     write_summary()
-    table = markdown(records, skipped, budget.spent_seconds() / 60)
+    table = markdown(records, skip_reasons, budget.spent_seconds() / 60)
     options.out.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text(table)
     print(f"{table}\nResults: {path} and {path.with_suffix('.md')}")
     return int(has_failures or not records)
 
 
-def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]:
+def summary(records: Sequence[Record], skip_reasons: Sequence[str]) -> dict[str, Any]:
     """Records as one object for a report: a note, machine and versions once, and one row per contestant."""
     records_with_bar = [
         (record, record.comparison.bar) for record in records if record.comparison and record.comparison.bar is not None
@@ -163,7 +163,7 @@ def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]
     met_count = sum(
         MEASURES[c.measure].meets(c.value.median, bar) for record, bar in records_with_bar if (c := record.comparison)
     )
-    failures = [text for text in skipped if " failed" in text]
+    failures = [text for text in skip_reasons if " failed" in text]
     note = f"{len({record.case for record in records})} cases timed, {met_count} of {len(records_with_bar)} bars met"
     rows = [
         {
@@ -181,15 +181,15 @@ def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]
         "machine": asdict(records[-1].machine) if records else {},
         "versions": records[-1].versions if records else {},
         "records": rows,
-        "skipped": list(skipped),
+        "skipped": list(skip_reasons),
     }
 
 
 def run_all(
-    chosen: Sequence[BenchCase],
+    selected_cases: Sequence[BenchCase],
     budget: TimeBudget,
     measure: Callable[[BenchCase], Mapping[str, str]],
-    say: Callable[[str], None] | None = None,
+    print_line: Callable[[str], None] | None = None,
 ) -> tuple[int, list[str]]:
     """Measure the cases that fit the budget.
 
@@ -200,33 +200,33 @@ def run_all(
     """
     import torch
 
-    say = say or partial(print, flush=True)  # flush: a killed run has printed its progress
-    measured_count, skipped = 0, []
-    for case in chosen:
+    print_line = print_line or partial(print, flush=True)  # flush: a killed run has printed its progress
+    measured_count, skip_reasons = 0, []
+    for case in selected_cases:
         if not budget.fits(case.seconds):
-            skipped.append(f"{case.name}: no time left ({max(budget.remaining_seconds(), 0.0):.0f} s).")
+            skip_reasons.append(f"{case.name}: no time left ({max(budget.remaining_seconds(), 0.0):.0f} s).")
             continue
         start_seconds = budget.spent_seconds()
         try:
-            skipped += [f"{case.name}: {name} {reason}" for name, reason in measure(case).items()]
+            skip_reasons += [f"{case.name}: {name} {reason}" for name, reason in measure(case).items()]
             measured_count += 1
-            say(f"{budget.spent_seconds():6.1f} s  {case.name}")
+            print_line(f"{budget.spent_seconds():6.1f} s  {case.name}")
         except Unavailable as error:
-            skipped.append(f"{case.name}: {error}.")
+            skip_reasons.append(f"{case.name}: {error}.")
         except Exception as error:  # a failing case must not end the run
             traceback.print_exc()
             text = f"{case.name} failed. {type(error).__name__}: {error}"
-            say(f"{budget.spent_seconds():6.1f} s  {text}")
-            skipped.append(text.splitlines()[0])
+            print_line(f"{budget.spent_seconds():6.1f} s  {text}")
+            skip_reasons.append(text.splitlines()[0])
         gc.collect()
         with contextlib.suppress(RuntimeError):  # on a broken GPU every case fails and is reported
             torch.cuda.empty_cache()  # also frees memory of a failed case
         budget.record(case.seconds, budget.spent_seconds() - start_seconds)
-    return measured_count, skipped
+    return measured_count, skip_reasons
 
 
-def obstacle() -> str:
-    """Return a sentence that says why the suite cannot run here; '' if it can."""
+def unsupported_reason() -> str:
+    """Return the reason why the suite cannot run here, as a sentence; '' if it can."""
     import torch
 
     if not torch.cuda.is_available():

@@ -59,28 +59,28 @@ OTHER_CONFIGS = {
 REFERENCE_QUERIES = 2048  # queries per block of the fp64 reference
 
 
-def cases(quick: bool) -> Iterator[BenchCase]:
-    parameters = ((128,), (True,), SEQ_LENGTHS[:1]) if quick else ((128, 64), (True, False), SEQ_LENGTHS)
-    for head_dim, causal, seq, backward in itertools.product(*parameters, (False, True)):
-        bar_and_aim = (BACKWARD_BAR, BACKWARD_AIM) if backward else (FORWARD_BAR, FORWARD_AIM)
+def cases(is_quick: bool) -> Iterator[BenchCase]:
+    parameters = ((128,), (True,), SEQ_LENGTHS[:1]) if is_quick else ((128, 64), (True, False), SEQ_LENGTHS)
+    for head_dim, is_causal, seq, is_backward in itertools.product(*parameters, (False, True)):
+        required_and_target = (BACKWARD_BAR, BACKWARD_AIM) if is_backward else (FORWARD_BAR, FORWARD_AIM)
         yield BenchCase(
-            f"attention/{_pass_name(backward)}/D={head_dim}/{'causal' if causal else 'full'}/S={seq}",
+            f"attention/{_pass_name(is_backward)}/D={head_dim}/{'causal' if is_causal else 'full'}/S={seq}",
             one_rank_contestants,
-            {"seq": seq, "head_dim": head_dim, "causal": causal, "backward": backward},
-            {backend: Rival(SPEEDUP, *bar_and_aim) for backend in BACKENDS},
-            seconds=5.0 if (head_dim, causal, seq) == OTHER_CONFIGS_AT else 1.75,
-            flops=_flops(max(TOKENS, seq), seq, causal, backward),
+            {"seq": seq, "head_dim": head_dim, "is_causal": is_causal, "is_backward": is_backward},
+            {backend: Rival(SPEEDUP, *required_and_target) for backend in BACKENDS},
+            seconds=5.0 if (head_dim, is_causal, seq) == OTHER_CONFIGS_AT else 1.75,
+            flops=_flops(max(TOKENS, seq), seq, is_causal, is_backward),
         )
-    for seq, backward in itertools.product((16384,) if quick else (16384, 32768), (False, True)):
+    for seq, is_backward in itertools.product((16384,) if is_quick else (16384, 32768), (False, True)):
         yield BenchCase(
-            f"attention-ring/{_pass_name(backward)}/W=8/S={seq}",
+            f"attention-ring/{_pass_name(is_backward)}/W=8/S={seq}",
             ring_contestants,
-            {"seq": seq, "head_dim": 128, "ranks": 8, "backward": backward},
+            {"seq": seq, "head_dim": 128, "num_ranks": 8, "is_backward": is_backward},
             {ONE_LAUNCH: Rival(SPEEDUP, RING_BAR)},
             seconds=3.0,
-            flops=_flops(seq, seq, True, backward),
+            flops=_flops(seq, seq, True, is_backward),
         )
-    for world_size, seq in itertools.product((2,) if quick else (2, 4), (16384,) if quick else (16384, 32768)):
+    for world_size, seq in itertools.product((2,) if is_quick else (2, 4), (16384,) if is_quick else (16384, 32768)):
         yield BenchCase(
             f"attention-ranks/forward/W={world_size}/S={seq}",
             rank_contestants,
@@ -91,13 +91,13 @@ def cases(quick: bool) -> Iterator[BenchCase]:
         )
 
 
-def _pass_name(backward: bool) -> str:
-    return "backward" if backward else "forward"
+def _pass_name(is_backward: bool) -> str:
+    return "backward" if is_backward else "forward"
 
 
-def _flops(rows: int, seq: int, causal: bool, backward: bool) -> float:
+def _flops(rows: int, seq: int, is_causal: bool, is_backward: bool) -> float:
     """FLOPs of the matmuls: two in the forward, five in the backward; half of that with a causal mask."""
-    return (5 if backward else 2) * 2.0 * rows * seq * (0.5 if causal else 1.0) * WIDTH
+    return (5 if is_backward else 2) * 2.0 * rows * seq * (0.5 if is_causal else 1.0) * WIDTH
 
 
 class AttentionInputs:
@@ -109,10 +109,10 @@ class AttentionInputs:
             random_normal(*shape, dtype=DTYPE, device=context.device, seed=seed) for seed in range(4)
         )
 
-    def check(self, results: Sequence[Tensor], causal: bool) -> None:
+    def check(self, results: Sequence[Tensor], is_causal: bool) -> None:
         """Compare out, or dq, dk and dv, with fp64 in the last head of the last batch row."""
         q, k, v, grad = (x[-1, :, -1].double() for x in (self.q, self.k, self.v, self.grad))
-        references = compute_reference(q, k, v, grad, causal)
+        references = compute_reference(q, k, v, grad, is_causal)
         checked = references[:1] if len(results) == 1 else references[1:]
         for name, result, reference64 in zip(
             ("out",) if len(results) == 1 else ("dq", "dk", "dv"), results, checked, strict=True
@@ -121,14 +121,14 @@ class AttentionInputs:
             assert_near(result[-1, :, -1].to(DTYPE), reference64, name)
 
 
-def compute_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> list[Tensor]:
+def compute_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, is_causal: bool) -> list[Tensor]:
     """Compute [out, dq, dk, dv] of one head [S, D] in fp64, REFERENCE_QUERIES queries at a time."""
     scale, out, dq = q.shape[1] ** -0.5, torch.empty_like(v), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, len(q), REFERENCE_QUERIES):
         rows = slice(start, start + REFERENCE_QUERIES)
         scores = q[rows] @ k.t() * scale
-        if causal:
+        if is_causal:
             positions = torch.arange(len(k), device=k.device)
             scores.masked_fill_(positions > positions[rows, None], -torch.inf)
         p = torch.softmax(scores, -1)
@@ -141,30 +141,34 @@ def compute_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: boo
     return [out, dq, dk, dv]
 
 
-def one_rank_contestants(context: GpuContext, seq: int, head_dim: int, causal: bool, backward: bool) -> Makers:
+def one_rank_contestants(context: GpuContext, seq: int, head_dim: int, is_causal: bool, is_backward: bool) -> Makers:
     inputs = AttentionInputs(context, seq, head_dim, max(1, TOKENS // seq))
-    passes = {name: partial(_make_torch_pass, inputs, causal, backward, backend) for name, backend in BACKENDS.items()}
-    passes = {FUSED_TP: partial(_make_fused_tp_pass, inputs, causal, backward), **passes}
-    if (head_dim, causal, seq) == OTHER_CONFIGS_AT and context.properties.major == 9:
-        if backward:
-            passes["its kernels alone"] = partial(_make_kernel_pass, inputs, causal, backward, {})
-        for kernel in ("queries", "keys") if backward else ("forward",):
+    passes = {
+        name: partial(_make_torch_pass, inputs, is_causal, is_backward, backend) for name, backend in BACKENDS.items()
+    }
+    passes = {FUSED_TP: partial(_make_fused_tp_pass, inputs, is_causal, is_backward), **passes}
+    if (head_dim, is_causal, seq) == OTHER_CONFIGS_AT and context.properties.major == 9:
+        if is_backward:
+            passes["its kernels alone"] = partial(_make_kernel_pass, inputs, is_causal, is_backward, {})
+        for kernel in ("queries", "keys") if is_backward else ("forward",):
             for config in (AttentionConfig(*sizes, tma=True) for sizes in OTHER_CONFIGS[kernel]):
-                passes[f"{kernel} {config}"] = partial(_make_kernel_pass, inputs, causal, backward, {kernel: config})
-    return {name: partial(_contestant, context, inputs, causal, prepare) for name, prepare in passes.items()}
+                passes[f"{kernel} {config}"] = partial(
+                    _make_kernel_pass, inputs, is_causal, is_backward, {kernel: config}
+                )
+    return {name: partial(_contestant, context, inputs, is_causal, prepare) for name, prepare in passes.items()}
 
 
-def ring_contestants(context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool) -> Makers:
+def ring_contestants(context: GpuContext, seq: int, head_dim: int, num_ranks: int, is_backward: bool) -> Makers:
     """Contestants of a ring, which computes the steps of W ranks one rank after the other, without communication."""
     inputs = AttentionInputs(context, seq, head_dim, 1)
     return {
-        FUSED_TP: lambda: _contestant(context, inputs, True, lambda: _make_ring_pass(inputs, ranks, backward)),
-        ONE_LAUNCH: lambda: _contestant(context, inputs, True, lambda: _make_fused_tp_pass(inputs, True, backward)),
+        FUSED_TP: lambda: _contestant(context, inputs, True, lambda: _make_ring_pass(inputs, num_ranks, is_backward)),
+        ONE_LAUNCH: lambda: _contestant(context, inputs, True, lambda: _make_fused_tp_pass(inputs, True, is_backward)),
     }
 
 
 def _contestant(
-    context: GpuContext, inputs: AttentionInputs, causal: bool, prepare: Callable[[], Callable[[], Sequence[Tensor]]]
+    context: GpuContext, inputs: AttentionInputs, is_causal: bool, prepare: Callable[[], Callable[[], Sequence[Tensor]]]
 ) -> Contestant:
     """Return a contestant that runs the function that `prepare` returns, whose result is [out] or [dq, dk, dv]."""
     (stream,) = context.streams(1)
@@ -180,37 +184,37 @@ def _contestant(
     def check() -> None:
         with use_stream(stream):
             results = compute()
-            inputs.check(results, causal)
+            inputs.check(results, is_causal)
 
     return Contestant(run, check)
 
 
 def _make_torch_pass(
-    inputs: AttentionInputs, causal: bool, backward: bool, backend: SDPBackend
+    inputs: AttentionInputs, is_causal: bool, is_backward: bool, backend: SDPBackend
 ) -> Callable[[], Sequence[Tensor]]:
-    leaves = [x.transpose(1, 2).detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
+    leaves = [x.transpose(1, 2).detach().requires_grad_(is_backward) for x in (inputs.q, inputs.k, inputs.v)]
     grad = inputs.grad.transpose(1, 2)
 
     def forward() -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal)
+            return F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=is_causal)
 
     try:
         out = forward()
     except RuntimeError as error:
         raise Unavailable(str(error).splitlines()[0]) from error
-    if not backward:
+    if not is_backward:
         return lambda: [forward().transpose(1, 2)]
     return lambda: [g.transpose(1, 2) for g in torch.autograd.grad(out, leaves, grad, retain_graph=True)]
 
 
-def _make_fused_tp_pass(inputs: AttentionInputs, causal: bool, backward: bool) -> Callable[[], Sequence[Tensor]]:
-    call, local_ring = _make_ring_call(inputs, 1, 0, causal), LocalRing()
+def _make_fused_tp_pass(inputs: AttentionInputs, is_causal: bool, is_backward: bool) -> Callable[[], Sequence[Tensor]]:
+    call, local_ring = _make_ring_call(inputs, 1, 0, is_causal), LocalRing()
 
     def forward() -> tuple[Tensor, Tensor]:
         return local_ring.forward(call, inputs.q, inputs.k, inputs.v)
 
-    if not backward:
+    if not is_backward:
         return lambda: [forward()[0]]
     saved = RingSaved(inputs.q, inputs.k, inputs.v, *forward(), inputs.grad, None)
 
@@ -222,17 +226,15 @@ def _make_fused_tp_pass(inputs: AttentionInputs, causal: bool, backward: bool) -
 
 
 def _make_kernel_pass(
-    inputs: AttentionInputs, causal: bool, backward: bool, configs: Mapping[str, AttentionConfig]
+    inputs: AttentionInputs, is_causal: bool, is_backward: bool, configs: Mapping[str, AttentionConfig]
 ) -> Callable[[], Sequence[Tensor]]:
     """Return the forward kernel, or the kernels of the backward without its row sums, with some other configs."""
     q, k, v, grad = inputs.q, inputs.k, inputs.v, inputs.grad
     seq = q.shape[1]
     all_tokens = TokenRanges((range(seq),))
-    step, terms = (
-        make_step(AttentionMask(seq, seq, causal=causal), all_tokens, all_tokens),
-        ScoreTerms(q.shape[3] ** -0.5),
-    )
-    if not backward:
+    step = make_step(AttentionMask(seq, seq, causal=is_causal), all_tokens, all_tokens)
+    terms = ScoreTerms(q.shape[3] ** -0.5)
+    if not is_backward:
         return lambda: [flash_attention(q, k, v, step, terms, config=configs["forward"])[0]]
     out, lse = flash_attention(q, k, v, step, terms)
     sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
@@ -250,8 +252,8 @@ def _make_kernel_pass(
     return compute_gradients
 
 
-def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Callable[[], Sequence[Tensor]]:
-    calls, token_indices, (q, k, v, grad) = _shard_inputs(inputs, ranks)
+def _make_ring_pass(inputs: AttentionInputs, num_ranks: int, is_backward: bool) -> Callable[[], Sequence[Tensor]]:
+    calls, token_indices, (q, k, v, grad) = _shard_inputs(inputs, num_ranks)
 
     def forward() -> list[tuple[Tensor, Tensor]]:
         return [_run_steps(call, q[rank], k, v) for rank, call in enumerate(calls)]
@@ -259,7 +261,7 @@ def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Call
     def join(shards: Sequence[Tensor]) -> Tensor:
         return _join_shards(inputs.q, token_indices, shards)
 
-    if not backward:
+    if not is_backward:
         return lambda: [join([out for out, _ in forward()])]
     outs = forward()
 
@@ -268,7 +270,7 @@ def _make_ring_pass(inputs: AttentionInputs, ranks: int, backward: bool) -> Call
         dq = []
         for rank, call in enumerate(calls):
             state = RingBackward(call, RingSaved(q[rank], k[rank], v[rank], *outs[rank], grad[rank], None))
-            for t in range(ranks):
+            for t in range(num_ranks):
                 source = call.plan.source_rank(rank, t)
                 state.attend(t, k[source], v[source], dk[source], dv[source])
             dq.append(state.finalize([dk[rank], dv[rank]]).dq)
@@ -286,17 +288,17 @@ def _run_steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tenso
     return ring_state.finalize()
 
 
-def _join_shards(like: Tensor, token_indices: Sequence[Tensor], shards: Sequence[Tensor]) -> Tensor:
+def _join_shards(template: Tensor, token_indices: Sequence[Tensor], shards: Sequence[Tensor]) -> Tensor:
     """Join the ranks' shards to one sequence."""
-    result = torch.empty_like(like)
+    result = torch.empty_like(template)
     for tokens, shard in zip(token_indices, shards, strict=True):
         result[:, tokens] = shard
     return result
 
 
-def _shard_inputs(inputs: AttentionInputs, ranks: int) -> tuple[list[RingCall], list[Tensor], list[list[Tensor]]]:
+def _shard_inputs(inputs: AttentionInputs, num_ranks: int) -> tuple[list[RingCall], list[Tensor], list[list[Tensor]]]:
     """Return (calls of the ranks, tokens of each, their shards of q, k, v and the gradient)."""
-    calls = [_make_ring_call(inputs, ranks, rank, True) for rank in range(ranks)]
+    calls = [_make_ring_call(inputs, num_ranks, rank, True) for rank in range(num_ranks)]
     token_indices = [torch.from_numpy(tokens.indices).to(inputs.q.device) for tokens in calls[0].plan.queries]
     return (
         calls,
@@ -305,9 +307,9 @@ def _shard_inputs(inputs: AttentionInputs, ranks: int) -> tuple[list[RingCall], 
     )
 
 
-def _make_ring_call(inputs: AttentionInputs, ranks: int, rank: int, causal: bool) -> RingCall:
+def _make_ring_call(inputs: AttentionInputs, num_ranks: int, rank: int, is_causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
-    plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
+    plan = ring_plan(AttentionMask(seq, seq, causal=is_causal), num_ranks, TokenLayout("zigzag"))
     return RingCall(plan.rank_plan(rank), TRITON_KERNEL, ScoreParameters(head_dim**-0.5))
 
 
@@ -329,11 +331,11 @@ class RingRanks:
             world_size,
             lambda rank: self.layouts[rank].nbytes(world_size),
             self._launch,
-            lambda rank: [torch.empty_like(like) for like in (self.q[rank], sums) for _ in range(2)],
+            lambda rank: [torch.empty_like(template) for template in (self.q[rank], sums) for _ in range(2)],
             RingWorkspace,
         )
 
-    def _launch(self, rank: int, number: int, workspace: Any) -> Tensor:
+    def _launch(self, rank: int, set_index: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.attention.ring_forward import ring_forward
 
         plan, scores = self.calls[rank].plan, self.calls[rank].score_parameters
@@ -349,7 +351,7 @@ class RingRanks:
 
     def check(self, shards: Sequence[Tensor]) -> None:
         self.ranks.assert_in_time()
-        self.inputs.check([_join_shards(self.inputs.q, self.token_indices, shards)], causal=True)
+        self.inputs.check([_join_shards(self.inputs.q, self.token_indices, shards)], is_causal=True)
 
 
 def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: int) -> Makers:

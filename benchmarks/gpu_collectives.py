@@ -114,7 +114,7 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes // MB}MB" if nbytes >= MB else f"{nbytes // KB}KB"
 
 
-# One call of a rank: (its collectives, the rank, number of a set of inputs) -> result.
+# One call of a rank: (its collectives, the rank, index of a set of inputs) -> result.
 RankCall = Callable[[Any, int, int], Any]
 
 
@@ -153,7 +153,7 @@ class DeviceRanks(RankDriver):
         availability = native_kernels_available(context.arch)
         if not availability:
             raise Unavailable(f"it needs the library of device kernels, and {availability.reason} ({HOW_TO_BUILD})")
-        super().__init__(context, world_size, lambda rank, number: call(self.collectives[rank], rank, number))
+        super().__init__(context, world_size, lambda rank, set_index: call(self.collectives[rank], rank, set_index))
         fake_collectives = FakeCollectives(world_size)
 
         def warm_up(rank: int) -> None:
@@ -190,15 +190,15 @@ class DeviceRanks(RankDriver):
 
 
 def capture_graphs(
-    streams: Sequence[torch.cuda.Stream], call: Callable[[int, int], Any], calls: int
+    streams: Sequence[torch.cuda.Stream], call: Callable[[int, int], Any], num_calls: int
 ) -> Callable[[], object]:
-    """Capture `calls` calls call(rank, number) in a graph for each rank, in its stream; return the replay function."""
+    """Capture call(rank, set_index) for each of `num_calls` sets in a graph per rank; return the replay function."""
     graphs = []
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for number in range(calls):
-                call(rank, number)
+            for set_index in range(num_calls):
+                call(rank, set_index)
         graphs.append(graph)
     return lambda: run_on_streams(streams, lambda rank: graphs[rank].replay())
 
@@ -214,7 +214,9 @@ class CollectiveInputs:
 
     def __post_init__(self) -> None:
         sets = range(self.context.input_set_count(2 * self.nbytes * self.world_size))
-        self.inputs = [[self._make_input(100 * number + rank) for rank in range(self.world_size)] for number in sets]
+        self.inputs = [
+            [self._make_input(100 * set_index + rank) for rank in range(self.world_size)] for set_index in sets
+        ]
         self.outs = [[torch.empty_like(x) for x in inputs] for inputs in self.inputs] if self.is_all_reduce else []
 
     @property
@@ -234,11 +236,11 @@ class CollectiveInputs:
             shape = (self.element_count // self.world_size if self.op == "all-gather" else self.element_count,)
         return random_normal(*shape, dtype=DTYPE, device=self.context.device, seed=seed)
 
-    def call(self, collectives: Any, rank: int, number: int) -> Tensor:
-        number %= len(self.inputs)
-        x = self.inputs[number][rank]
+    def call(self, collectives: Any, rank: int, set_index: int) -> Tensor:
+        set_index %= len(self.inputs)
+        x = self.inputs[set_index][rank]
         if self.is_all_reduce:
-            out: Tensor = collectives.all_reduce(x, self.op.replace("-", "_"), out=self.outs[number][rank])
+            out: Tensor = collectives.all_reduce(x, self.op.replace("-", "_"), out=self.outs[set_index][rank])
             return out
         methods = {"reduce-scatter": "reduce_scatter", "all-gather": "all_gather", "all-to-all": "sequence_to_heads"}
         result: Tensor = getattr(collectives, methods[self.op])(x)
@@ -253,10 +255,10 @@ class CollectiveInputs:
             expected = list(torch.cat(terms, 1).chunk(self.world_size, 2))
         else:
             for rank, result in enumerate(results):
-                part = slice(None) if self.is_all_reduce else self._rows(rank)
+                rows = slice(None) if self.is_all_reduce else self._rows(rank)
                 total = torch.zeros((), dtype=torch.float64, device=result.device)
                 for term in terms:
-                    total = total + term[part].double()
+                    total = total + term[rows].double()
                 assert_near(result, total, f"the result of rank {rank}")
             if self.is_all_reduce:
                 assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
@@ -318,9 +320,9 @@ def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contesta
     ]
     targets = [[torch.empty_like(source) for source in source_set] for source_set in sources]
 
-    def run_set(number: int) -> None:
-        number %= len(sources)
-        run_on_streams(streams, lambda rank: targets[number][rank].copy_(sources[number][rank]))
+    def run_set(set_index: int) -> None:
+        set_index %= len(sources)
+        run_on_streams(streams, lambda rank: targets[set_index][rank].copy_(sources[set_index][rank]))
 
     return cycling_contestant(run_set, None)
 
@@ -338,21 +340,23 @@ class NormInputs:
         nbytes = rows * columns * DTYPE.itemsize
         self.algorithm = "one_shot" if nbytes <= ONE_SHOT_NORM_BYTES else "two_shot"
         sets = range(context.input_set_count(4 * nbytes * world_size))
-        self.partials = [[random(rows, columns, seed=100 * number + r) for r in range(world_size)] for number in sets]
-        self.residuals = [random(rows, columns, seed=7000 + number) for number in sets]
+        self.partials = [
+            [random(rows, columns, seed=100 * set_index + r) for r in range(world_size)] for set_index in sets
+        ]
+        self.residuals = [random(rows, columns, seed=7000 + set_index) for set_index in sets]
         self.weight = random(columns, seed=9)
 
-    def run_fused(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
-        number %= len(self.partials)
+    def run_fused(self, collectives: Any, rank: int, set_index: int) -> tuple[Tensor, Tensor]:
+        set_index %= len(self.partials)
         result: tuple[Tensor, Tensor] = collectives.all_reduce_rms_norm(
-            self.partials[number][rank], self.residuals[number], self.weight, EPS, self.algorithm
+            self.partials[set_index][rank], self.residuals[set_index], self.weight, EPS, self.algorithm
         )
         return result
 
-    def run_separate_steps(self, collectives: Any, rank: int, number: int) -> tuple[Tensor, Tensor]:
-        number %= len(self.partials)
-        total = collectives.all_reduce(self.partials[number][rank], self.algorithm)
-        new_residual = total.add_(self.residuals[number])
+    def run_separate_steps(self, collectives: Any, rank: int, set_index: int) -> tuple[Tensor, Tensor]:
+        set_index %= len(self.partials)
+        total = collectives.all_reduce(self.partials[set_index][rank], self.algorithm)
+        new_residual = total.add_(self.residuals[set_index])
         normed = F.rms_norm(new_residual, self.weight.shape, self.weight, EPS)
         return normed, new_residual
 
@@ -409,7 +413,7 @@ def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
             assert_near(result, x.double() @ w.double().t())
 
         return Contestant(
-            lambda: repeat_calls([stream], lambda rank: call()), check, "", repeats=OVERHEAD_CALLS, on_host=True
+            lambda: repeat_calls([stream], lambda rank: call()), check, "", repeats=OVERHEAD_CALLS, times_host=True
         )
 
     return {
@@ -423,7 +427,7 @@ def collective_contestants(context: GpuContext, nbytes: int, world_size: int) ->
     exchange = CollectiveInputs(context, "one-shot", nbytes, world_size)
     ranks = DeviceRanks(context, world_size, exchange.call)
     (inputs, *_), (outs, *_) = exchange.inputs, exchange.outs
-    timing: dict[str, Any] = {"repeats": OVERHEAD_CALLS * world_size, "on_host": True}
+    timing: dict[str, Any] = {"repeats": OVERHEAD_CALLS * world_size, "times_host": True}
 
     def repeat(call: Callable[[int], Any]) -> Callable[[], None]:
         return lambda: repeat_calls(ranks.streams, call)

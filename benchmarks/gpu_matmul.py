@@ -45,9 +45,9 @@ Multiply = Callable[[Tensor, Tensor, Tensor], object]  # called with x, w and ou
 RunSet = Callable[[int], Any]
 
 
-def matmul_only_cases(dtypes: Sequence[str], quick: bool) -> Iterator[BenchCase]:
+def matmul_only_cases(dtypes: Sequence[str], is_quick: bool) -> Iterator[BenchCase]:
     for dtype in dtypes:
-        for m, n, k in SHAPES[:2] if quick else SHAPES:
+        for m, n, k in SHAPES[:2] if is_quick else SHAPES:
             has_bar = (dtype, m) in SIZES_WITH_BAR and m == n == k
             rivals = {CUBLAS: Rival(SPEEDUP, CUBLAS_BAR, CUBLAS_AIM) if has_bar else Rival(SPEEDUP)}
             parameters = {"dtype": dtype, "m": m, "n": n, "k": k}
@@ -70,17 +70,17 @@ def matmul_only_contestants(context: GpuContext, dtype: str, m: int, n: int, k: 
     def contestant(multiply: Multiply, note: str = "") -> Contestant:
         out = torch.empty(m, n, dtype=DTYPES[dtype], device=context.device)
 
-        def run_set(number: int) -> None:
-            run_on_streams(streams, lambda _: multiply(*sets[number % len(sets)], out))
+        def run_input_set(set_index: int) -> None:
+            run_on_streams(streams, lambda _: multiply(*sets[set_index % len(sets)], out))
 
         def check() -> None:
             run_on_streams(streams, lambda _: out.fill_(torch.nan))
-            run_set(0)
+            run_input_set(0)
             context.synchronize()
             rows, (x, w) = checked_rows(m), sets[0]
             assert_near(out[rows], x[rows].double() @ w.double().t())
 
-        return cycling_contestant(run_once(context, run_set), check, note)
+        return cycling_contestant(run_once(context, run_input_set), check, note)
 
     def fused_tp_contestant(config: Any = None) -> Contestant:
         return contestant(*make_fused_matmul(context, DTYPES[dtype], m, n, context.sms, config))
@@ -159,23 +159,23 @@ class MatmulProblem:
         return slice(rank * rows_per_rank, min((rank + 1) * rows_per_rank, self.m))
 
 
-def flag_cases(quick: bool) -> Iterator[BenchCase]:
+def flag_cases(is_quick: bool) -> Iterator[BenchCase]:
     m = 4096
-    for op in ("two-shot", "reduce-scatter", "gather", *(() if quick else ("gather-direct", "one-shot"))):
+    for op in ("two-shot", "reduce-scatter", "gather", *(() if is_quick else ("gather-direct", "one-shot"))):
         # With peers a gather would wait for copies, which do not happen with a single running rank.
         for world_size in (1,) if op == "gather" else (1, 2):
             n, k = (INNER // 2, HIDDEN) if op in GATHER_OPS else (HIDDEN, INNER // 2)
-            bar_and_aim: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)
-            rivals = {CUBLAS: Rival(SPEEDUP, *bar_and_aim), MATMUL_ONLY: Rival(TIME_RATIO)}
-            # "peers", not "world_size": all streams of a case's world_size are timed, but only one rank runs here.
-            parameters = {"op": op, "dtype": "bf16", "m": m, "n": n, "k": k, "peers": world_size - 1}
+            required_and_target: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)
+            rivals = {CUBLAS: Rival(SPEEDUP, *required_and_target), MATMUL_ONLY: Rival(TIME_RATIO)}
+            # "num_peers", not "world_size": all streams of a case's world_size are timed, but only one rank runs here.
+            parameters = {"op": op, "dtype": "bf16", "m": m, "n": n, "k": k, "num_peers": world_size - 1}
             name = f"flags/bf16/{op}/W={world_size}/{m}x{n}x{k}"
             yield BenchCase(name, flag_contestants, parameters, rivals, 5.0, 2.0 * m * n * k)
 
 
-def rank_cases(world_size: int, quick: bool) -> Iterator[BenchCase]:
+def rank_cases(world_size: int, is_quick: bool) -> Iterator[BenchCase]:
     problems = [(op, "bf16", m) for m in (2048, 8192) for op in ("two-shot", "reduce-scatter", "gather")]
-    if not quick:
+    if not is_quick:
         problems += [("gather-direct", "bf16", 2048), ("two-shot+norm", "bf16", 8192), ("two-shot", "fp16", 8192)]
         problems += [("one-shot", "bf16", 64), ("gather-direct", "bf16", 64)]
     for op, dtype, m in problems:
@@ -217,7 +217,7 @@ class FusedRanks:
             p.world_size,
             lambda rank: self._workspace_nbytes(),
             self._call,
-            lambda rank: [torch.empty_like(like) for like in (*results, results[0]) for _ in range(2)],
+            lambda rank: [torch.empty_like(template) for template in (*results, results[0]) for _ in range(2)],
             workspace_class,
         )
 
@@ -237,8 +237,8 @@ class FusedRanks:
         xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.is_gather else p.world_size)]
         return [(xs[rank % len(xs)], self.random(p.n, p.k, seed=seed + 50 + rank)) for rank in range(p.world_size)]
 
-    def inputs(self, rank: int, number: int) -> tuple[Tensor, Tensor]:
-        return self.sets[number % len(self.sets)][rank]
+    def inputs(self, rank: int, set_index: int) -> tuple[Tensor, Tensor]:
+        return self.sets[set_index % len(self.sets)][rank]
 
     def _workspace_nbytes(self) -> int:
         from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
@@ -251,15 +251,15 @@ class FusedRanks:
             return int(gemm_sum.reduce_scatter_bytes(*sizes))
         return int(gemm_sum.all_reduce_bytes(*sizes, two_shot=p.is_two_shot))
 
-    def _call(self, rank: int, number: int, workspace: Any) -> Tensor:
+    def _call(self, rank: int, set_index: int, workspace: Any) -> Tensor:
         from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm
         from fused_tp.triton_kernels.gemm.gemm_sum import gemm_all_reduce, gemm_reduce_scatter
 
         p, options = self.problem, {"workspace": workspace, "launch": self.launch}
-        x, w = self.inputs(rank, number)
+        x, w = self.inputs(rank, set_index)
         if p.is_gather:
-            gather = workspace if p.op == "gather" else partial(all_gather_gemm, workspace=workspace)
-            (out,), _ = gather(x[p.rows(rank)], [w], rows=p.m, launch=self.launch)
+            all_gather_matmul = workspace if p.op == "gather" else partial(all_gather_gemm, workspace=workspace)
+            (out,), _ = all_gather_matmul(x[p.rows(rank)], [w], rows=p.m, launch=self.launch)
             return out
         if p.op == "reduce-scatter":
             return gemm_reduce_scatter([(x, w)], **options)
@@ -292,13 +292,15 @@ class FusedRanks:
         """Return the matmul of one rank on `sms` SMs, without communication."""
         return make_fused_matmul(self.context, self.problem.torch_dtype, self.problem.m, self.problem.n, sms)[0]
 
-    def matmul_contestant(self, ranks: int, sms: int, note: str = "") -> Contestant:
-        outs, multiply = [self.empty(self.problem.m, self.problem.n) for _ in range(ranks)], self.make_matmul(sms)
+    def matmul_contestant(self, num_ranks: int, sms: int, note: str = "") -> Contestant:
+        outs, multiply = [self.empty(self.problem.m, self.problem.n) for _ in range(num_ranks)], self.make_matmul(sms)
 
-        def run_set(number: int) -> None:
-            run_on_streams(self.ranks.streams[:ranks], lambda rank: multiply(*self.inputs(rank, number), outs[rank]))
+        def run_input_set(set_index: int) -> None:
+            run_on_streams(
+                self.ranks.streams[:num_ranks], lambda rank: multiply(*self.inputs(rank, set_index), outs[rank])
+            )
 
-        return cycling_contestant(run_once(self.context, run_set), None, note)
+        return cycling_contestant(run_once(self.context, run_input_set), None, note)
 
 
 def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int) -> Makers:
@@ -311,8 +313,10 @@ def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
         return cycling_contestant(fused.ranks.run_set, lambda: fused.check(fused.ranks.run_set()), fused.note)
 
     def separate_steps_contestant() -> Contestant:
-        run_set = run_once(context, (make_gather_steps if problem.is_gather else make_sum_steps)(fused, matmul_sms))
-        return cycling_contestant(run_set, lambda: fused.check(run_set(0)))
+        run_input_set = run_once(
+            context, (make_gather_steps if problem.is_gather else make_sum_steps)(fused, matmul_sms)
+        )
+        return cycling_contestant(run_input_set, lambda: fused.check(run_input_set(0)))
 
     return {
         FUSED_TP: fused_tp_contestant,
@@ -321,44 +325,44 @@ def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
     }
 
 
-def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, peers: int) -> Makers:
-    fused = FusedRanks(context, MatmulProblem(op, dtype, m, n, k, 1 + peers), context.sms)
-    if peers:
+def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, num_peers: int) -> Makers:
+    fused = FusedRanks(context, MatmulProblem(op, dtype, m, n, k, 1 + num_peers), context.sms)
+    if num_peers:
         for workspace in fused.ranks.workspaces:
             set_all_flags(workspace)
         context.synchronize()
     streams = context.streams(1)
     out = fused.empty(m, n)
 
-    def run_set(number: int) -> list[Tensor]:
-        return run_on_streams(streams, lambda rank: fused.ranks.call_rank(rank, number))
+    def run_input_set(set_index: int) -> list[Tensor]:
+        return run_on_streams(streams, lambda rank: fused.ranks.call_rank(rank, set_index))
 
     def check() -> None:
-        results = run_set(0)
-        if peers:  # the peers' terms are missing; the cases with ranks check these results
+        results = run_input_set(0)
+        if num_peers:  # the peers' terms are missing; the cases with ranks check these results
             fused.ranks.assert_in_time()
         else:
             fused.check(results)
 
-    def multiply_by_torch(rank: int, number: int) -> None:
-        x, w = fused.inputs(rank, number)
+    def multiply_by_torch(rank: int, set_index: int) -> None:
+        x, w = fused.inputs(rank, set_index)
         torch.mm(x, w.t(), out=out)
 
     return {
-        FUSED_TP: lambda: cycling_contestant(run_set, check, fused.note),
+        FUSED_TP: lambda: cycling_contestant(run_input_set, check, fused.note),
         CUBLAS: lambda: cycling_contestant(
-            lambda number: run_on_streams(streams, lambda rank: multiply_by_torch(rank, number)), None
+            lambda set_index: run_on_streams(streams, lambda rank: multiply_by_torch(rank, set_index)), None
         ),
         MATMUL_ONLY: lambda: fused.matmul_contestant(1, context.sms),
     }
 
 
-def run_once(context: GpuContext, run_set: RunSet) -> RunSet:
-    """Make a first call of `run_set`, which compiles, and return `run_set`; nothing else may run meanwhile."""
+def run_once(context: GpuContext, run_input_set: RunSet) -> RunSet:
+    """Call `run_input_set` once, which compiles, and return it; nothing else may run meanwhile."""
     context.synchronize()
-    run_set(0)
+    run_input_set(0)
     context.synchronize()
-    return run_set
+    return run_input_set
 
 
 def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
@@ -380,8 +384,8 @@ def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
         outs[rank].add_(fused.residual)
         return torch.nn.functional.rms_norm(outs[rank], (p.n,), fused.norm_weight, EPS)
 
-    def run_set(number: int) -> list[Tensor]:
-        run_on_streams(streams, lambda rank: multiply(*fused.inputs(rank, number), partials[rank]))
+    def run_input_set(set_index: int) -> list[Tensor]:
+        run_on_streams(streams, lambda rank: multiply(*fused.inputs(rank, set_index), partials[rank]))
         join_streams(streams)
         sums_all_rows = p.op == "one-shot"
         run_on_streams(
@@ -395,17 +399,17 @@ def make_sum_steps(fused: FusedRanks, sms: int) -> RunSet:
             join_streams(streams)
         return run_on_streams(streams, add_norm) if p.has_norm else outs
 
-    return run_set
+    return run_input_set
 
 
 def sum_rows(terms: Tensor, out: Tensor, rows: slice, sms: int) -> None:
     """Compute out[rows] = terms[:, rows] summed over W, for contiguous terms [W, M, N], on `sms` SMs."""
     from .gpu_sum import sum_kernel
 
-    part, target = terms[:, rows], out[rows]
+    shard, target = terms[:, rows], out[rows]
     # 8 programs of 4 warps, with 16 bytes of each term in flight per thread, saturate the memory pipes of an SM.
     constants = {"WORLD": terms.shape[0], "BLOCK": 1024, "num_warps": 4}
-    sum_kernel[(8 * sms,)](part, target, target.numel(), terms.stride(0), **constants)
+    sum_kernel[(8 * sms,)](shard, target, target.numel(), terms.stride(0), **constants)
 
 
 def make_gather_steps(fused: FusedRanks, sms: int) -> RunSet:
@@ -414,17 +418,17 @@ def make_gather_steps(fused: FusedRanks, sms: int) -> RunSet:
     gathered = [fused.empty(p.m, p.k) for _ in streams]
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.make_matmul(sms)
 
-    def gather(rank: int, number: int) -> None:
-        x, _ = fused.inputs(rank, number)
+    def gather(rank: int, set_index: int) -> None:
+        x, _ = fused.inputs(rank, set_index)
         for step in range(p.world_size):
             rows = p.rows((rank + step) % p.world_size)
             gathered[rank][rows].copy_(x[rows])
 
-    def run_set(number: int) -> list[Tensor]:
-        run_on_streams(streams, lambda rank: gather(rank, number))
+    def run_input_set(set_index: int) -> list[Tensor]:
+        run_on_streams(streams, lambda rank: gather(rank, set_index))
         join_streams(streams)
-        run_on_streams(streams, lambda rank: multiply(gathered[rank], fused.inputs(rank, number)[1], outs[rank]))
+        run_on_streams(streams, lambda rank: multiply(gathered[rank], fused.inputs(rank, set_index)[1], outs[rank]))
         join_streams(streams)
         return outs
 
-    return run_set
+    return run_input_set

@@ -15,7 +15,7 @@ from fused_tp.backends.schedule import DimShards, GatherMatmul
 from .gpu_timing import GpuContext, run_on_streams
 from .local_ranks import LocalRank, assumed_gpu, run_local
 
-# Above the number of any call, so a flag with this value is permanently set.
+# Exceeds the number of any call, so a flag with this value is permanently set.
 PERMANENT_FLAG = 1 << 62
 
 
@@ -86,9 +86,7 @@ class CopiedGather:
 def prepare_copied_gather(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], object]]) -> CopiedGather:
     """Make a `CopiedGather` on every rank: load all kernels of `calls`, and allocate the memory of the first call.
 
-    `prepare_workspace` gives the reason.
-
-    The first call must be the same on all ranks, and the largest.
+    The first call must be the same on all ranks, and the largest. `prepare_workspace` states why this is needed.
     """
     copied_gather = CopiedGather(rank)
     engine, copied_gather.engine = copied_gather.engine, cast("Any", _WarmUpEngine())
@@ -139,16 +137,16 @@ class _RecordingEngine:
 class RankDriver:
     """Ranks made by threads and driven from a single thread.
 
-    `call_rank(rank, number)` is the call of one rank on the set of inputs `number`.
+    `call_rank(rank, set_index)` is the call of one rank on one set of inputs.
     """
 
     def __init__(self, context: GpuContext, world_size: int, call_rank: Callable[[int, int], Any]) -> None:
         self.context, self.call_rank = context, call_rank
         self.streams = context.streams(world_size)
 
-    def run_set(self, number: int = 0) -> list[Any]:
+    def run_set(self, set_index: int = 0) -> list[Any]:
         """Make one call of every rank, in its stream."""
-        return run_on_streams(self.streams, lambda rank: self.call_rank(rank, number))
+        return run_on_streams(self.streams, lambda rank: self.call_rank(rank, set_index))
 
 
 class KernelRanks(RankDriver):
@@ -156,7 +154,7 @@ class KernelRanks(RankDriver):
 
     Args:
         workspace_nbytes: returns the bytes of the workspace of a rank.
-        call: one call of a rank, `call(rank, number of a set of inputs, its workspace)`.
+        call: one call of a rank, `call(rank, set_index, its workspace)`.
         make_results: makes tensors like the results of two calls of a rank, as later calls overlap. Their memory stays
             in the pool of the rank's stream, because asking the driver for memory may wait for a kernel.
     """
@@ -170,7 +168,7 @@ class KernelRanks(RankDriver):
         make_results: Callable[[int], object],
         workspace_class: Any = None,
     ) -> None:
-        super().__init__(context, world_size, lambda rank, number: call(rank, number, self.workspaces[rank]))
+        super().__init__(context, world_size, lambda rank, set_index: call(rank, set_index, self.workspaces[rank]))
 
         def make_kernel_workspace(rank: LocalRank) -> Any:
             def warm_up(workspace: Any) -> None:
@@ -206,19 +204,19 @@ def set_all_flags(workspace: Any) -> None:
     from fused_tp.triton_kernels.comm.gather import PULLED, READY, GatherWorkspace
     from fused_tp.triton_kernels.comm.signals import flag_bytes
 
-    words = workspace.buffer.view(torch.uint8)
+    buffer_bytes = workspace.buffer.view(torch.uint8)
     if isinstance(workspace, GatherWorkspace):  # begun, ready and pulled are set by peers; the others by this rank
-        runs = 1 + max(READY.value, PULLED.value)
-        words[: runs * 8 * workspace.world_size].view(torch.int64).fill_(PERMANENT_FLAG)
+        num_flag_runs = 1 + max(READY.value, PULLED.value)
+        buffer_bytes[: num_flag_runs * 8 * workspace.world_size].view(torch.int64).fill_(PERMANENT_FLAG)
         return
-    count = flag_bytes(workspace.half_bytes)
-    for half in range(2):
-        begin = half * workspace.half_bytes
-        words[begin : begin + count].view(torch.int64).fill_(PERMANENT_FLAG)
+    num_flag_bytes = flag_bytes(workspace.half_bytes)
+    for half_index in range(2):
+        begin = half_index * workspace.half_bytes
+        buffer_bytes[begin : begin + num_flag_bytes].view(torch.int64).fill_(PERMANENT_FLAG)
 
 
 def join_streams(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Make each stream wait for the work that all streams hold now."""
+    """Make each stream wait for the work already enqueued in all streams."""
     streams = [stream for stream in streams if stream is not None]  # None while kernels are recorded
     events = [stream.record_event() for stream in streams]
     for stream in streams:

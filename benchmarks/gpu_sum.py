@@ -10,16 +10,16 @@ from fused_tp.triton_kernels.cache_keys import fix_cache_keys
 
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments, at the launch
-    terms_ptr, out_ptr, count, term_stride, WORLD: tl.constexpr, BLOCK: tl.constexpr
+    terms_ptr, out_ptr, num_elements, term_stride, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute out[i] = sum over terms in fp32, rounded once."""
-    for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        places = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = places < count
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_elements, BLOCK), tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < num_elements
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for term in tl.static_range(WORLD):
-            total += tl.load(terms_ptr + term * term_stride + places, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
+            total += tl.load(terms_ptr + term * term_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 fix_cache_keys(__name__)

@@ -1,7 +1,7 @@
 """Timing on a GPU: all contestants of a case in turn, round after round, each measured by events on its streams.
 
-The timed work is queued while a gate holds all streams back, so neither the host's part of a launch counts, nor that
-ranks are launched one after the other. A time is measured from the opening of the gate to the end of the last stream.
+The timed work is queued while a gate holds all streams back, so the host's part of a launch does not count, nor the
+order in which ranks are launched. A time is measured from the opening of the gate to the end of the last stream.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class GpuContext:
         self._hold_seconds = 1e-3
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
-        measure = measure_host_seconds if contestant.on_host else self._measure_gpu_seconds
+        measure = measure_host_seconds if contestant.times_host else self._measure_gpu_seconds
         estimate = min(measure(contestant.run, 1) for _ in range(3))
         calls = min(MAX_CALLS, max(1, math.ceil(MIN_TIMED_SECONDS / max(estimate, 1e-6))))
         measure(contestant.run, calls)
         return estimate, calls
 
     def measure_seconds(self, contestant: Contestant, calls: int) -> float:
-        measure = measure_host_seconds if contestant.on_host else self._measure_gpu_seconds
+        measure = measure_host_seconds if contestant.times_host else self._measure_gpu_seconds
         return measure(contestant.run, calls) / contestant.repeats
 
     def _measure_gpu_seconds(self, run: Callable[[], object], calls: int) -> float:

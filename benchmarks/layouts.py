@@ -60,7 +60,7 @@ def train(folder: Path, parallel: dict[str, Any], steps: int) -> dict[int, float
 
 def largest_difference(losses: dict[int, float], reference: dict[int, float]) -> float:
     """Largest absolute difference of losses of the same step."""
-    return max(abs(loss - reference[number]) for number, loss in losses.items())
+    return max(abs(loss - reference[step]) for step, loss in losses.items())
 
 
 def main() -> None:

@@ -58,13 +58,13 @@ class LocalGroup:
         """Return the view of one rank, for use by its thread only."""
         return LocalRank(self, _checked_rank(rank, self.world_size))
 
-    def meet(self, rank: int, value: Any, what: str, seconds: float | None) -> list[Any]:
+    def meet(self, rank: int, value: Any, description: str, seconds: float | None) -> list[Any]:
         """Wait for all ranks and return their values; `seconds` None: wait until the end of the run. A rank whose wait
         times out ends all meetings."""
         start = time.monotonic()
         self.meeting_counts[rank] += 1
         self.values[rank] = value
-        what = f"{what} (meeting {self.meeting_counts[rank]}): rank {rank}"
+        description = f"{description} (meeting {self.meeting_counts[rank]}): rank {rank}"
         try:
             self.meeting_barrier.wait(seconds)
             values = list(self.values)
@@ -75,14 +75,16 @@ class LocalGroup:
                 failed_rank, error = next(iter(self.failures.items()))
                 reason = f"rank {failed_rank} failed with {type(error).__name__}: {error}"
             elif absent_ranks and seconds is not None:
-                wait_text = f"{what} waited {time.monotonic() - start:.2g} seconds for {_format_ranks(absent_ranks)}."
+                wait_text = (
+                    f"{description} waited {time.monotonic() - start:.2g} seconds for {_format_ranks(absent_ranks)}."
+                )
                 raise CollectiveTimeoutError(f"{wait_text} FUSED_TP_TIMEOUT sets the longest wait.") from None
             else:
                 reason = "the run has ended."
-            raise PeerLostError(f"{what} cannot continue, because {reason}") from None
+            raise PeerLostError(f"{description} cannot continue, because {reason}") from None
         returned_ranks = [r for r, other_value in enumerate(values) if other_value is _RANK_RETURNED]
         if returned_ranks and value is not _RANK_RETURNED:
-            raise PeerLostError(f"{what} waited for {_format_ranks(returned_ranks)}, which returned without it.")
+            raise PeerLostError(f"{description} waited for {_format_ranks(returned_ranks)}, which returned without it.")
         return values
 
 
@@ -129,9 +131,9 @@ class LocalRank(KernelMemory):
                 )
         return rank_buffer, LocalSymmetricMemory(self, buffers)
 
-    def exchange(self, value: T, what: str = "exchange", seconds: float = 0.0) -> list[T]:
+    def exchange(self, value: T, description: str = "exchange", seconds: float = 0.0) -> list[T]:
         """Return the values of all ranks, by rank. Waits for `seconds`; 0: for FUSED_TP_TIMEOUT."""
-        return self._group.meet(self.rank, value, what, seconds or timeout_seconds())
+        return self._group.meet(self.rank, value, description, seconds or timeout_seconds())
 
     def synchronize(self) -> None:
         """Return once all work in this rank's stream has run."""
@@ -295,5 +297,5 @@ def _checked_rank(rank: int, world_size: int) -> int:
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    sorted_ranks = sorted(ranks)
+    return f"rank{'s' * (len(sorted_ranks) > 1)} {', '.join(map(str, sorted_ranks))}"

@@ -80,11 +80,11 @@ def planner_shape(model: dict[str, int]) -> ModelShape:
     return count_config(LlamaConfig(**model, num_key_value_heads=4, vocab_size=256))
 
 
-def make_cost_model(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:
+def make_cost_model(machine: Machine, model: dict[str, int], config: dict[str, Any]) -> CostModel:
     """Return the cost model of a training step in a parallel configuration."""
     return CostModel(
         shape=planner_shape(model),
-        config=ParallelConfig(**way),
+        config=ParallelConfig(**config),
         machine=machine,
         seq=SEQ,
         global_batch=GLOBAL_BATCH,
@@ -92,28 +92,28 @@ def make_cost_model(machine: Machine, model: dict[str, int], way: dict[str, Any]
     )
 
 
-def measure_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> float:
+def measure_seconds(model: dict[str, int], config: dict[str, Any], steps: int) -> float:
     """Train for `steps` steps; return the median step time after the warmup.
 
     Raises:
         ValueError, ChildProcessError: a rank has rejected the configuration, or failed.
     """
-    variant = Variant("", {**train_settings(model, steps), "parallel": way})
+    variant = Variant("", {**train_settings(model, steps), "parallel": config})
     method = choose_start_method("cpu")
     if method == "forkserver":
         preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
-    results: list[VariantResult] = launch(Job(train_alternately, [variant], ParallelConfig(**way).world_size), method)[
-        0
-    ]
+    results: list[VariantResult] = launch(
+        Job(train_alternately, [variant], ParallelConfig(**config).world_size), method
+    )[0]
     return step_seconds(results[0])
 
 
 def measure_rows(machine: Machine, steps: int) -> Iterator[PlannerRow]:
     """Train all models in all configurations, and yield a row for each."""
     for name, model in MODELS.items():
-        for way, parallel in CONFIGURATIONS.items():
-            seconds = measure_seconds(model, parallel, steps)
-            yield PlannerRow(name, way, make_cost_model(machine, model, parallel).time.total, seconds)
+        for config_name, config in CONFIGURATIONS.items():
+            seconds = measure_seconds(model, config, steps)
+            yield PlannerRow(name, config_name, make_cost_model(machine, model, config).time.total, seconds)
 
 
 def format_table(rows: Sequence[PlannerRow]) -> str:
@@ -134,8 +134,9 @@ def fastest_and_recommended(machine: Machine, rows: Sequence[PlannerRow], name: 
     plan = recommend(
         planner_shape(MODELS[name]), 2, machine=machine, seq=SEQ, global_batch=GLOBAL_BATCH, precision="fp32"
     )[0]
-    matching_names = (way for way, parallel in CONFIGURATIONS.items() if ParallelConfig(**parallel) == plan.config)
-    return min(two_rank_seconds, key=lambda way: two_rank_seconds[way]), next(matching_names, plan.config.shown())
+    matching_names = (name for name, config in CONFIGURATIONS.items() if ParallelConfig(**config) == plan.config)
+    fastest = min(two_rank_seconds, key=lambda name: two_rank_seconds[name])
+    return fastest, next(matching_names, plan.config.shown())
 
 
 def draw(rows: Sequence[PlannerRow], path: Path) -> None:
@@ -179,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = list(measure_rows(machine, options.steps))
     print(format_table(rows))
     choices = {name: fastest_and_recommended(machine, rows, name) for name in MODELS}
-    for name, (way, plan) in choices.items():
-        print(f"{name}: fastest of two ranks: {way}; recommended: {plan}")
+    for name, (config_name, plan) in choices.items():
+        print(f"{name}: fastest of two ranks: {config_name}; recommended: {plan}")
     summary = {"machine": machine.to_dict(), "versions": versions(), "date": now(), "fastest": choices}
     write_atomically(
         options.out / "planner.json", json.dumps({**summary, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"

@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> None:
         step()
     _synchronize_ranks()
     with _profile_steps(options.trace, options.case, rank):
-        for number in range(options.steps):
-            with fused_tp.core.tracing.span("step", number):
+        for step_index in range(options.steps):
+            with fused_tp.core.tracing.span("step", step_index):
                 step()
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -172,10 +172,12 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def _find_failure(self, rank: int, traceback_text: str, seconds: float) -> RankFailure:
         """Find the cause of a failure: a rank that ends within `seconds`, or else the exception that `rank` raised."""
         ended_sentinels = wait([process.sentinel for process in self._processes], seconds)
-        for other, process in enumerate(self._processes):
+        for other_rank, process in enumerate(self._processes):
             if process.sentinel in ended_sentinels:
                 process.join()
-                return RankFailure(f"Rank {other} ended with exit status {process.exitcode}; see its output above.")
+                return RankFailure(
+                    f"Rank {other_rank} ended with exit status {process.exitcode}; see its output above."
+                )
         return RankFailure(f"Rank {rank} raised:\n{traceback_text}")
 
     def close(self) -> None:

@@ -158,12 +158,12 @@ def read_records(path: Path) -> list[Record]:
         ValueError: a line is not a record; the message names file and line.
     """
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for line_number, line in enumerate(path.read_text().splitlines(), start=1):
         if line.strip():
             try:
                 records.append(Record.from_json(line))
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                raise ValueError(f"{path}, line {line_number}: {error}") from error
     return records
 
 

@@ -23,7 +23,7 @@ class CaseTimes:
     seconds: dict[str, list[float]]
     calls: dict[str, int]
     notes: dict[str, str]
-    skipped: dict[str, str]  # by name, the reason why a contestant did not run, as the end of a sentence
+    skip_reasons: dict[str, str]  # by contestant that did not run: the reason, as the end of a sentence
 
 
 def run_case(
@@ -31,7 +31,7 @@ def run_case(
     case: BenchCase,
     rounds: int | None = None,
     scale: float = 1.0,
-    has_time: Callable[[int], bool] = lambda done: True,
+    has_time: Callable[[int], bool] = lambda num_done: True,
 ) -> CaseTimes:
     """Measure the contestants of `case`; runs on every rank.
 
@@ -42,7 +42,7 @@ def run_case(
     Raises:
         AssertionError: fused_tp computes a wrong result. Its other exceptions propagate; failed rivals are skipped.
     """
-    contestants, skipped = check_case(context, case)
+    contestants, skip_reasons = check_case(context, case)
     estimates, calls = {}, {}
     for name, contestant in contestants.items():
         estimates[name], calls[name] = context.warm_up(contestant)
@@ -53,12 +53,12 @@ def run_case(
         {name: partial(context.measure_seconds, contestants[name], calls[name]) for name in calls}, rounds, has_time
     )
     if context.rechecks_results:
-        skipped |= _drop_wrong_contestants(context, case, contestants)
+        skip_reasons |= _drop_wrong_contestants(context, case, contestants)
     return CaseTimes(
         {name: seconds[name] for name in contestants},
         {name: calls[name] * contestant.repeats for name, contestant in contestants.items()},
         {name: contestant.note for name, contestant in contestants.items()},
-        skipped,
+        skip_reasons,
     )
 
 
@@ -66,18 +66,18 @@ def check_case(context: Context, case: BenchCase) -> tuple[dict[str, Contestant]
     """Return the contestants of `case` with correct results, and why others are left out; raises as `run_case`."""
     context.start(case)
     contestants: dict[str, Contestant] = {}
-    skipped: dict[str, str] = {}
-    for name, make in case.make(context, **case.parameters).items():
-        contestant, reason = _run_on_all_ranks(context, name, make)
+    skip_reasons: dict[str, str] = {}
+    for name, make_contestant in case.make(context, **case.parameters).items():
+        contestant, reason = _run_on_all_ranks(context, name, make_contestant)
         if contestant is None:
-            skipped[name] = reason
+            skip_reasons[name] = reason
         else:
             contestants[name] = contestant
-    return contestants, skipped | _drop_wrong_contestants(context, case, contestants)
+    return contestants, skip_reasons | _drop_wrong_contestants(context, case, contestants)
 
 
 def take_turns(
-    timers: dict[str, Callable[[], float]], rounds: int, has_time: Callable[[int], bool] = lambda done: True
+    timers: dict[str, Callable[[], float]], rounds: int, has_time: Callable[[int], bool] = lambda num_done: True
 ) -> dict[str, list[float]]:
     """Time the contestants in turns; return seconds by contestant and round."""
     seconds: dict[str, list[float]] = {name: [] for name in timers}
@@ -85,12 +85,12 @@ def take_turns(
     gc.collect()
     gc.disable()  # a collection would count for the contestant that runs
     try:
-        for number in range(rounds):
-            if not has_time(number):
+        for round_index in range(rounds):
+            if not has_time(round_index):
                 break
-            # The first contestant rotates, so that none always runs with caches that the same other contestant left.
-            first = number % max(len(names), 1)
-            for name in names[first:] + names[:first]:
+            # Rotate which contestant runs first, so that none always follows the same one and inherits its cache state.
+            first_index = round_index % max(len(names), 1)
+            for name in names[first_index:] + names[:first_index]:
                 seconds[name].append(timers[name]())
     finally:
         gc.enable()

@@ -19,7 +19,7 @@ fused_tp's time, beside the contestant's. A GPU's rates count the multiplication
 bytes that they read and write."""
 
 
-def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: float | None = None) -> str:
+def markdown(records: Sequence[Record], skip_reasons: Sequence[str] = (), minutes: float | None = None) -> str:
     """Markdown with machine, versions and dates, the table of records, and the skipped measurements."""
     lines = []
     for machine in dict.fromkeys(record.machine for record in records):
@@ -38,16 +38,16 @@ def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: fl
         duration = "" if minutes is None else f", in {minutes:.1f} minutes"
         lines.append(f"From {dates[0]} to {dates[-1]}{duration}.")
     lines += ["", EXPLANATION, "", *_align_columns([HEADER, *_format_rows(records)])]
-    if skipped:
-        lines += ["", "Not measured:", "", *(f"- {text}" for text in skipped)]
+    if skip_reasons:
+        lines += ["", "Not measured:", "", *(f"- {text}" for text in skip_reasons)]
     return "\n".join(lines) + "\n"
 
 
 def _format_rows(records: Iterable[Record]) -> Iterable[Sequence[str]]:
-    previous = ""
+    previous_case = ""
     for record in records:
-        row = ["" if record.case == previous else record.case, record.contestant, f"{record.ms.median:.4g}"]
-        previous = record.case
+        row = ["" if record.case == previous_case else record.case, record.contestant, f"{record.ms.median:.4g}"]
+        previous_case = record.case
         comparison = record.comparison
         if comparison is None:
             yield [*row, "", "", "", str(record.rounds), record.note]

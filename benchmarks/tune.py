@@ -68,7 +68,7 @@ class OpTimes:
         return self.rows * FEATURES * self.dtype.itemsize
 
 
-def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str], None] = print) -> None:
+def tune(path: Path, world_size: int, rounds: int = ROUNDS, print_line: Callable[[str], None] = print) -> None:
     """Measure, write the table to `path`, and report the changes and how to use the table.
 
     Raises:
@@ -82,11 +82,11 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
         del os.environ["FUSED_TP_TABLE"]  # the shipped table is active until this run has written the named one
     table = dispatch.load_table(settings.table_path())
     rules = dispatch.attention_rules(settings.table_path())
-    tuned_table, changes = _rewrite_schedules(table, _measure_schedules(world_size, rounds, say), world_size)
-    rules, kernel_changes = _rewrite_kernels(rules, _measure_kernels(world_size, rounds, say))
+    tuned_table, changes = _rewrite_schedules(table, _measure_schedules(world_size, rounds, print_line), world_size)
+    rules, kernel_changes = _rewrite_kernels(rules, _measure_kernels(world_size, rounds, print_line))
     changes += kernel_changes
     for change in changes:
-        say(change)
+        print_line(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     # One rule per line of JSON, as people read and edit tables.
     text = json.dumps({"about": about, "arch": tuned_table, "attention": rules}, indent=1)
@@ -95,65 +95,67 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     usage = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
     if named_path is not None and Path(named_path) == path:
         usage = "FUSED_TP_TABLE names it already"
-    say(f"{path}: {choices} changed; {usage}. A process reads its table once: restart running processes.")
+    print_line(f"{path}: {choices} changed; {usage}. A process reads its table once: restart running processes.")
 
 
-def _measure_schedules(world_size: int, rounds: int, say: Callable[[str], None]) -> list[OpTimes]:
+def _measure_schedules(world_size: int, rounds: int, print_line: Callable[[str], None]) -> list[OpTimes]:
     all_times: list[OpTimes] = []
     sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather takes equal shards of all ranks
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
             case = BenchCase(f"{op}/{name}/M={rows}", schedule_makers, {"op": op, "dtype": name, "rows": rows})
-            seconds = _measure_seconds(ranks, case, rounds, say, names_skipped=not all_times)
+            seconds = _measure_seconds(ranks, case, rounds, print_line, names_skipped=not all_times)
             all_times.append(OpTimes(op, dtype, rows, seconds))
     return all_times
 
 
-def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> KernelTimes:
+def _measure_kernels(world_size: int, rounds: int, print_line: Callable[[str], None]) -> KernelTimes:
     kernel_times: KernelTimes = {}
     with Ranks(world_size) as ranks:
-        for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
-            name = _kernel_case_name(dtype, backward, head_dim)
-            case = BenchCase(name, kernel_makers, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
-            kernel_times.setdefault((dtype, backward), {})[head_dim] = _measure_seconds(ranks, case, rounds, say)
+        for dtype, is_backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
+            name = _kernel_case_name(dtype, is_backward, head_dim)
+            case = BenchCase(name, kernel_makers, {"dtype": dtype, "is_backward": is_backward, "head_dim": head_dim})
+            kernel_times.setdefault((dtype, is_backward), {})[head_dim] = _measure_seconds(
+                ranks, case, rounds, print_line
+            )
     return kernel_times
 
 
 def _measure_seconds(
-    ranks: Ranks, case: BenchCase, rounds: int, say: Callable[[str], None], *, names_skipped: bool = False
+    ranks: Ranks, case: BenchCase, rounds: int, print_line: Callable[[str], None], *, names_skipped: bool = False
 ) -> SecondsByName:
     """Measure a case; return the seconds of the slowest rank by contestant and round."""
     times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
-    for contestant, reason in times[0].skipped.items() if names_skipped else ():
-        say(f"{contestant} {reason}")
+    for contestant, reason in times[0].skip_reasons.items() if names_skipped else ():
+        print_line(f"{contestant} {reason}")
     seconds = {
         contestant: slowest_rank_seconds([t.seconds[contestant] for t in times]) for contestant in times[0].seconds
     }
     medians = (f"{name} {1e3 * statistics.median(values):.3g} ms" for name, values in seconds.items())
-    say(f"{case.name}: {', '.join(medians)}")
+    print_line(f"{case.name}: {', '.join(medians)}")
     return seconds
 
 
 def _rewrite_kernels(rules: list[Rule], kernel_times: KernelTimes) -> tuple[list[Rule], list[str]]:
     """Return the attention rules after the measurement, and a sentence for each choice that changed."""
     changes: list[str] = []
-    for (dtype, backward), seconds_by_head_dim in kernel_times.items():
+    for (dtype, is_backward), seconds_by_head_dim in kernel_times.items():
         choices = []
         for head_dim, seconds in seconds_by_head_dim.items():
-            request = KernelRequest(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=backward)
+            request = KernelRequest(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, is_backward=is_backward)
             with override_environment({"FUSED_TP_ATTENTION": ""}):
                 incumbent = choose_kernel(request)[0].name
-            choices.append((_kernel_case_name(dtype, backward, head_dim), head_dim, incumbent, seconds))
+            choices.append((_kernel_case_name(dtype, is_backward, head_dim), head_dim, incumbent, seconds))
         winners, new_changes = _choose(choices)
         if new_changes:
-            scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": backward}
+            scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": is_backward}
             rules = _rules_by_size("kernel", "max_head_dim", winners, scope) + _other_rules(rules, scope)
         changes += new_changes
     return rules, changes
 
 
-def _kernel_case_name(dtype: str, backward: bool, head_dim: int) -> str:
-    return f"attention {'backward' if backward else 'forward'}/{dtype}/D={head_dim}"
+def _kernel_case_name(dtype: str, is_backward: bool, head_dim: int) -> str:
+    return f"attention {'backward' if is_backward else 'forward'}/{dtype}/D={head_dim}"
 
 
 def _rewrite_schedules(
@@ -225,12 +227,12 @@ def with_new_rules(
 def _rules_by_size(choice_key: str, limit_key: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
     """Make the rules for pairs (size, winner), sizes ascending."""
     rules: list[Rule] = []
-    for (size, winner), following in zip(winners, [*winners[1:], None], strict=True):
-        if following is None:
+    for (size, winner), next_winner in zip(winners, [*winners[1:], None], strict=True):
+        if next_winner is None:
             rules.append({choice_key: winner, **scope})
-        elif following[1] != winner:
+        elif next_winner[1] != winner:
             # Two sizes with different winners switch at their geometric mean.
-            rules.append({choice_key: winner, limit_key: math.isqrt(size * following[0]), **scope})
+            rules.append({choice_key: winner, limit_key: math.isqrt(size * next_winner[0]), **scope})
     return rules
 
 
@@ -258,19 +260,19 @@ def schedule_makers(context: RankContext, op: str, dtype: str, rows: int) -> Mak
     return {schedule: partial(contestant, schedule) for schedule in SCHEDULES["shm"]}
 
 
-def kernel_makers(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
+def kernel_makers(context: RankContext, dtype: str, is_backward: bool, head_dim: int) -> Makers:
     """Makers for one direction of causal attention on one rank, by each of KERNELS."""
     from fused_tp.ops.ring_attention import ring_attention_from_head
 
     tensors = (torch.randn(1, TOKENS, HEADS, head_dim).to(DTYPES[dtype]) for _ in range(4))
-    q, k, v, d_out = (tensor.requires_grad_(backward) for tensor in tensors)
+    q, k, v, d_out = (tensor.requires_grad_(is_backward) for tensor in tensors)
 
     def contestant(kernel: str) -> Contestant:
-        out = ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True) if backward else q
+        out = ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True) if is_backward else q
 
         def run() -> object:
             with override_environment({"FUSED_TP_ATTENTION": kernel}):
-                if backward:
+                if is_backward:
                     return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
                 return ring_attention_from_head(q, k, v, None, is_unsharded=True, causal=True)
 

@@ -38,11 +38,11 @@ nitpick_ignore_regex = [
 
 def example_as_code(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Turn `Example:` into the start of a code block, unless prompts or `::` follow, which make it one already."""
-    for number, line in enumerate(lines):
-        follows = lines[number + 1].strip() if number + 1 < len(lines) else ""
-        if line.strip() == "Example:" and follows and not follows.startswith(">>>"):
-            lines[number] = line.replace("Example:", "Example::")
-            lines.insert(number + 1, "")
+    for index, line in enumerate(lines):
+        next_line = lines[index + 1].strip() if index + 1 < len(lines) else ""
+        if line.strip() == "Example:" and next_line and not next_line.startswith(">>>"):
+            lines[index] = line.replace("Example:", "Example::")
+            lines.insert(index + 1, "")
             return
 
 

@@ -30,39 +30,39 @@ def results(folder: Path = RESULTS) -> list[dict[str, Any]]:
     Raises:
         ValueError: a file is no report of the selftest; names it.
     """
-    found = []
+    reports = []
     for file in sorted(folder.glob("*.json")):
         try:
-            one = json.loads(file.read_text())
-            if not ({"gpu", "date", "steps"} <= set(one)):
+            report = json.loads(file.read_text())
+            if not ({"gpu", "date", "steps"} <= set(report)):
                 raise ValueError("it lacks gpu, date or steps")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file} is no report of fused-tp selftest ({error}).") from error
         remarks = file.with_suffix(".md")  # written by hand: what the failures were
-        found.append({**one, "remarks": remarks.read_text().strip()} if remarks.exists() else one)
-    with_gpu = (one for one in found if one["gpu"])
-    return sorted(with_gpu, key=lambda one: (str(one["date"]), str(one.get("time", ""))))
+        reports.append({**report, "remarks": remarks.read_text().strip()} if remarks.exists() else report)
+    with_gpu = (report for report in reports if report["gpu"])
+    return sorted(with_gpu, key=lambda report: (str(report["date"]), str(report.get("time", ""))))
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(reports: Sequence[Mapping[str, Any]]) -> str:
     """Markdown tables with a row per step of each report, and a row per figure of the newest report of each card."""
-    if not found:
+    if not reports:
         return "No result of a GPU is here yet: `fused-tp selftest` makes one."
     steps = [
-        f"| {name_of(one)} | {step['name']} | {step['state']} | {step['seconds']:.0f} | {in_cell(step['note'])} |"
-        for one in found
-        for step in one["steps"]
+        f"| {name_of(report)} | {step['name']} | {step['state']} | {step['seconds']:.0f} | {in_cell(step['note'])} |"
+        for report in reports
+        for step in report["steps"]
     ]
-    remarks = [one["remarks"] for one in found if one.get("remarks")]
+    remarks = [report["remarks"] for report in reports if report.get("remarks")]
     lines = ["| GPU | step | outcome | seconds | note |", "|---|---|---|--:|---|", *steps]
     lines += [line for text in remarks for line in ("", text)]
-    for one in {report["gpu"]: report for report in found}.values():
-        if rows := speeds(one):
-            versions = one.get("versions") or {}
-            said = ", ".join(
+    for report in {report["gpu"]: report for report in reports}.values():
+        if rows := speeds(report):
+            versions = report.get("versions") or {}
+            version_text = ", ".join(
                 f"{name} {versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in versions
             )
-            lines += ["", f"Times on {name_of(one)}{': ' * bool(said)}{said}.", ""]
+            lines += ["", f"Times on {name_of(report)}{': ' * bool(version_text)}{version_text}.", ""]
             lines += ["| case | what | ms | rate, tiles | fused_tp against it |", "|---|---|--:|---|---|", *rows]
     return "\n".join(lines)
 
@@ -76,14 +76,14 @@ def speeds(report: Mapping[str, Any]) -> list[str]:
     """Rows of all times in a report: the ceilings of the card, then each contestant of each case."""
     rows = []
     for step in report["steps"]:
-        found = step.get("found") or {}
-        ceilings = (found.get("found") or {}) if step["name"] == "smoke" else {}
+        findings = step.get("found") or {}
+        ceilings = (findings.get("found") or {}) if step["name"] == "smoke" else {}
         rows += [f"| {name} | | {value:.3g} | | |" for name, value in ceilings.items() if isinstance(value, float)]
-        for one in found.get("records") or ():
-            against = f"{one['measure']} {one['value']:.3g}" if "measure" in one else ""
-            against += f" (bar {one['bar']:g})" if one.get("bar") is not None else ""
-            note = in_cell(one["note"])
-            rows.append(f"| {one['case']} | {one['contestant']} | {one['ms']:.4g} | {note} | {against} |")
+        for record in findings.get("records") or ():
+            comparison = f"{record['measure']} {record['value']:.3g}" if "measure" in record else ""
+            comparison += f" (bar {record['bar']:g})" if record.get("bar") is not None else ""
+            note = in_cell(record["note"])
+            rows.append(f"| {record['case']} | {record['contestant']} | {record['ms']:.4g} | {note} | {comparison} |")
     return rows
 
 
@@ -92,34 +92,35 @@ def in_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def status(row: str, found: Sequence[Mapping[str, Any]]) -> str | None:
+def status(row: str, reports: Sequence[Mapping[str, Any]]) -> str | None:
     """Status of a row of README's table by the newest report that ran its steps; None if no report did."""
     names = next((steps for name, steps in PROVED_BY.items() if name in row), ())
-    for one in reversed(found):
-        states = {step["name"]: step["state"] for step in one["steps"]}
+    for report in reversed(reports):
+        states = {step["name"]: step["state"] for step in report["steps"]}
         if names and all(states.get(name) in ("right", "wrong", "late") for name in names):
-            right = all(states[name] == "right" for name in names)
-            threads = "; its ranks were threads" if one.get("gpus") == 1 else ""
-            return f"{'right' if right else _count_right(one, names)} on {one['gpu']} ({one['date']}{threads})"
+            is_right = all(states[name] == "right" for name in names)
+            threads_note = "; its ranks were threads" if report.get("gpus") == 1 else ""
+            result = "right" if is_right else _count_right(report, names)
+            return f"{result} on {report['gpu']} ({report['date']}{threads_note})"
     return None
 
 
 def _count_right(report: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return how many cases of the steps `names` are right, or "wrong" if a step has no cases."""
-    findings = [step.get("found") or {} for step in report["steps"] if step["name"] in names]
-    if not all(one.get("cases") for one in findings):
+    step_findings = [step.get("found") or {} for step in report["steps"] if step["name"] in names]
+    if not all(findings.get("cases") for findings in step_findings):
         return "wrong"
-    problems = [problem for one in findings for problem in one["cases"].values()]
+    problems = [problem for findings in step_findings for problem in findings["cases"].values()]
     return f"{sum(not problem for problem in problems)} of {len(problems)} cases right"
 
 
-def readme(text: str, found: Sequence[Mapping[str, Any]]) -> str:
+def readme(text: str, reports: Sequence[Mapping[str, Any]]) -> str:
     """Text of README with the status column of its table updated from the reports."""
 
     def replaced(match: re.Match[str]) -> str:
         cells = match[0].rstrip("|").rsplit("|", 1)
-        known = status(match[0], found)
-        return match[0] if known is None else f"{cells[0]}| {known} |"
+        new_status = status(match[0], reports)
+        return match[0] if new_status is None else f"{cells[0]}| {new_status} |"
 
     return re.sub(rf"^\|.*\| (?:[^|]*{NEVER}|(?:[^|]*right|wrong) on [^|]*) \|$", replaced, text, flags=re.M)
 

@@ -26,9 +26,9 @@ def main() -> None:
     gpus = [row.model.config.world_size for row in rows]
     weak.plot(gpus, [row.predicted for row in rows], "o-", label="predicted")
     weak.plot(gpus, [row.published for row in rows], "k^--", label="published")
-    for row, count in zip(rows, gpus, strict=True):
-        where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 7}
-        weak.annotate(row.model.shape.name, (count, max(row.predicted, row.published)), **where)
+    for row, num_gpus in zip(rows, gpus, strict=True):
+        label_style = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+        weak.annotate(row.model.shape.name, (num_gpus, max(row.predicted, row.published)), **label_style)
     weak.set_title("Weak scaling: 1.7B to 462B parameters")
     for axes in (strong, weak):
         axes.set_xscale("log", base=2)

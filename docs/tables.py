@@ -141,19 +141,27 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def settings() -> str:
-    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if not one.is_install_time)
+    rows = (
+        (f"`{setting.name}`", setting.default, setting.meaning) for setting in SETTINGS if not setting.is_install_time
+    )
     return table(("variable", "default", "meaning"), rows)
 
 
 def install_settings() -> str:
-    rows = ((f"`{one.name}`", one.default, one.meaning) for one in SETTINGS if one.is_install_time)
+    rows = ((f"`{setting.name}`", setting.default, setting.meaning) for setting in SETTINGS if setting.is_install_time)
     return table(("variable", "default", "meaning"), rows)
 
 
 def schedules() -> str:
     assert ABOUT.keys() == SCHEDULES.keys(), "every schedule is described in docs/tables.py"
     rows = (
-        (f"`{name}`", ABOUT[name][0], ABOUT[name][1], ", ".join(spec.devices) or "any", str(spec.max_ranks or "any"))
+        (
+            f"`{name}`",
+            ABOUT[name][0],
+            ABOUT[name][1],
+            ", ".join(spec.device_types) or "any",
+            str(spec.max_ranks or "any"),
+        )
         for name, spec in SCHEDULES.items()
     )
     return table(("schedule", "how it moves bytes", "for", "devices", "ranks"), rows)
@@ -170,12 +178,12 @@ def support() -> str:
 
 def defaults() -> str:
     """Schedules that the shipped dispatch table chooses, for few tokens and for many."""
-    places = (
+    transports = (
         *(("CPU, shared memory", "shm", "cpu"), ("CPU, gloo", "gloo", "cpu")),
         *(("CUDA, NCCL", "nccl", "sm_90"), ("CUDA, NVLink, until measured", "nvlink", "sm_90")),
     )
 
-    def chosen(op: str, rows: int, transport: str, arch: str) -> str:
+    def schedule_name(op: str, rows: int, transport: str, arch: str) -> str:
         key = dispatch.ScheduleKey(op, torch.bfloat16, torch.device("cpu"), rows, HIDDEN, HIDDEN)
         return f"`{dispatch.choose_schedule(key, RANKS, transport, arch).schedule}`"
 
@@ -184,11 +192,11 @@ def defaults() -> str:
         if op.endswith("attention"):
             continue
         cells = []
-        for _, transport, arch in places:
-            few, many = (chosen(key, rows_, transport, arch) for rows_ in (1, 4096))
+        for _, transport, arch in transports:
+            few, many = (schedule_name(key, num_rows, transport, arch) for num_rows in (1, 4096))
             cells.append(few if few == many else f"{few}, from some size on {many}")
         rows.append((f"`{op}`", *cells))
-    return table(("op", *(place for place, _, _ in places)), rows)
+    return table(("op", *(label for label, _, _ in transports)), rows)
 
 
 def styles() -> str:
@@ -207,17 +215,17 @@ def models() -> str:
 
 def model_types() -> str:
     """Results of `model_types_of` for transformers' causal language models, grouped by result."""
-    found = json.loads((Path(__file__).parent / "model_types.json").read_text())
+    sweep = json.loads((Path(__file__).parent / "model_types.json").read_text())
     groups: dict[tuple[str, ...], list[str]] = {}
-    for kind, results in found["types"].items():
+    for kind, results in sweep["types"].items():
         groups.setdefault(tuple(results), []).append(kind)
-    rows = sorted(groups.items(), key=lambda one: -len(one[1]))
+    rows = sorted(groups.items(), key=lambda group: -len(group[1]))
     counts = (
-        f"{sum(one[i].startswith('yes') for one in found['types'].values())} with {mode}"
+        f"{sum(results[i].startswith('yes') for results in sweep['types'].values())} with {mode}"
         for i, mode in enumerate(MODES)
     )
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"Of {len(found['types'])} types ({versions}): {', '.join(counts)}.\n\n" + table(
+    versions = ", ".join(f"{name} {version}" for name, version in sweep["versions"].items())
+    return f"Of {len(sweep['types'])} types ({versions}): {', '.join(counts)}.\n\n" + table(
         ("types", *MODES), ((", ".join(f"`{kind}`" for kind in kinds), *results) for results, kinds in rows)
     )
 
@@ -228,20 +236,21 @@ def model_types_of(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[
 
 
 def _result(modes: Mapping[str, Sequence[str]], mode: str) -> str:
-    outcome, said = modes[mode]
+    outcome, message = modes[mode]
     if outcome == "right":
         return "yes"
     if mode == "tp" and modes["advised"][0] == "right":
         return "yes, without what the refusal names"
     if outcome == "alone":
-        return "not tested: too large" if said.endswith(" parameters") else "not tested: does not run by itself"
-    return next((reason for part, reason in REASONS.items() if part in said), re.split(r"[.;:] ", said)[1][:80])
+        return "not tested: too large" if message.endswith(" parameters") else "not tested: does not run by itself"
+    return next((reason for part, reason in REASONS.items() if part in message), re.split(r"[.;:] ", message)[1][:80])
 
 
 def model_types_file(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
     """Content of docs/model_types.json, with a line for each type."""
     versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
-    types = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(one)}" for kind, one in model_types_of(outcomes).items())
+    results_by_type = model_types_of(outcomes)
+    types = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(results)}" for kind, results in results_by_type.items())
     return f'{{\n "versions": {json.dumps(versions)},\n "types": {{\n{types}\n }}\n}}'
 
 
@@ -258,8 +267,8 @@ def predictions() -> str:
 
 def planner() -> str:
     """Results of `python -m benchmarks.planner` on CPU ranks."""
-    found = json.loads((Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "planner.json").read_text())
-    machine, rows = found["machine"], found["rows"]
+    report = json.loads((Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "planner.json").read_text())
+    machine, rows = report["machine"], report["rows"]
     cells, errors = [], []
     for row in rows:
         errors.append(row["predicted"] / row["measured"] - 1)
@@ -268,25 +277,25 @@ def planner() -> str:
     mean = sum(map(abs, errors)) / len(errors)
     cells.append(("mean of absolute errors", "", "", "", f"{mean:.1%}"))
     head = ("hidden size x layers", "spread over ranks", "measured, s", "predicted, s", "error")
-    where = f"{machine['name']}, {machine['ranks_per_node']} cores, torch {found['versions']['torch']}"
-    said = "8 rows of 256 tokens, fp32, one thread a rank; the median step of `fused-tp train`"
-    best = "; ".join(f"{name}: {way}, recommended {plan}" for name, (way, plan) in found["fastest"].items())
-    return f"{where}, {found['date'][:10]}: {said}.\n\n{table(head, cells)}\n\nFastest on two ranks: {best}."
+    machine_text = f"{machine['name']}, {machine['ranks_per_node']} cores, torch {report['versions']['torch']}"
+    setup = "8 rows of 256 tokens, fp32, one thread a rank; the median step of `fused-tp train`"
+    best = "; ".join(f"{name}: {fastest}, recommended {plan}" for name, (fastest, plan) in report["fastest"].items())
+    return f"{machine_text}, {report['date'][:10]}: {setup}.\n\n{table(head, cells)}\n\nFastest on two ranks: {best}."
 
 
 def machines() -> str:
     """Machines of the cost model, with their numbers."""
     rows = (
         (
-            f"`{one.name}`",
-            ", ".join(f"{value / 1e12:.0f} {name}" for name, value in one.peak_flops.items()),
-            ", ".join(f"{value / 1e12:.0f} {name}" for name, value in one.matmul_flops.items()),
-            f"{one.attention_flops / 1e12:.0f}",
-            f"{one.memory / 1e9:.0f} GB, {one.memory_bandwidth / 1e12:.2f} TB/s",
-            f"{one.link_bandwidth / 1e9:.0f}, {one.network_bandwidth / 1e9:.0f}",
-            one.source,
+            f"`{machine.name}`",
+            ", ".join(f"{value / 1e12:.0f} {name}" for name, value in machine.peak_flops.items()),
+            ", ".join(f"{value / 1e12:.0f} {name}" for name, value in machine.matmul_flops.items()),
+            f"{machine.attention_flops / 1e12:.0f}",
+            f"{machine.memory / 1e9:.0f} GB, {machine.memory_bandwidth / 1e12:.2f} TB/s",
+            f"{machine.link_bandwidth / 1e9:.0f}, {machine.network_bandwidth / 1e9:.0f}",
+            machine.source,
         )
-        for one in MACHINES.values()
+        for machine in MACHINES.values()
     )
     head = ("machine", "peak TFLOP/s", "matmuls", "attention", "memory", "GB/s within, between nodes", "source")
     return table(head, rows)
@@ -299,11 +308,11 @@ def tests() -> str:
     rows = []
     for file in sorted((root / "tests").rglob("test_*.py")):
         text = file.read_text()
-        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        whole_file_is_full = re.search(r"\npytestmark = \[?\s*pytest\.mark\.full", text)
+        first_line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        is_full_file = re.search(r"\npytestmark = \[?\s*pytest\.mark\.full", text)
         name = str(file.relative_to(root / "tests"))
-        runs_in = "make test-all" if whole_file_is_full else "make test"
-        rows.append((f"`{name}`", first, runs_in, str(seconds.get(name, ""))))
+        runs_in = "make test-all" if is_full_file else "make test"
+        rows.append((f"`{name}`", first_line, runs_in, str(seconds.get(name, ""))))
     return table(("file", "tests", "runs in", "seconds"), rows)
 
 
@@ -325,12 +334,12 @@ def gpu_measured() -> str:
 
 
 def all_tables() -> dict[str, str]:
-    made: tuple[Callable[[], str], ...] = (
+    table_functions: tuple[Callable[[], str], ...] = (
         settings, install_settings, schedules, support, defaults, styles, models, model_types, predictions, planner,
         machines,
         tests, gpu_measured,
     )  # fmt: skip
-    return {make.__name__: make() for make in made}
+    return {make_table.__name__: make_table() for make_table in table_functions}
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fused_tp' has no attribute {name!r}")
     module = import_module(_LAZY[name])
-    found = globals()[name] = module if name == "nn" else getattr(module, name)
-    return found
+    attribute = globals()[name] = module if name == "nn" else getattr(module, name)
+    return attribute
 
 
 def __dir__() -> list[str]:

@@ -100,7 +100,7 @@ class SharedMemoryRing(SteppedRing):
                     workspace.peers_may_end = True
                     raise  # the open workspace notifies the peers
         nbytes = layouts[call.rank].nbytes
-        with self._transport.begin(op, call.dims, k.dtype, nbytes, reuse=True) as workspace:
+        with self._transport.begin(op, call.dims, k.dtype, nbytes, may_reuse=True) as workspace:
             workspace.peers_may_end = True
             exchange = _SharedMemoryKVExchange(workspace, call.rank, layouts, chunks, k, v)
             if peers_are_done:

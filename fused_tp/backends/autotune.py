@@ -48,7 +48,7 @@ from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import exchange
 
-PLAIN = "plain"
+PLAIN_SCHEDULE = "plain"
 NUM_ROUNDS = 9
 ROUND_SECONDS = 2e-3  # shortest time per schedule and round; short calls are repeated
 MAX_CALLS = 50  # largest number of calls per schedule and round
@@ -60,7 +60,7 @@ REPLICATED_OPS = frozenset(  # ops whose result is the same on all ranks
 )
 
 # Without FUSED_TP_AUTOTUNE, these are candidates even if `fused-tp tune` has not verified them.
-_ALWAYS_CANDIDATES = (PLAIN, "symm_mem")
+_ALWAYS_CANDIDATES = (PLAIN_SCHEDULE, "symm_mem")
 _FILE_DESCRIPTION = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, the "
     "schedules with wrong results, and the schedules verified by fused-tp tune. Delete the file to measure again."
@@ -141,8 +141,10 @@ def usable_schedules(
     Args:
         names: names of schedules to consider; None: all.
     """
-    other_specs = (spec for spec in SCHEDULES.values() if spec.name != PLAIN and (names is None or spec.name in names))
-    return [PLAIN, *(s.name for s in other_specs if s.supports(op, dtype) and s.available(group, device))]
+    other_specs = (
+        spec for spec in SCHEDULES.values() if spec.name != PLAIN_SCHEDULE and (names is None or spec.name in names)
+    )
+    return [PLAIN_SCHEDULE, *(s.name for s in other_specs if s.supports(op, dtype) and s.available(group, device))]
 
 
 def _candidate_schedules(op_name: str, key: ScheduleKey, group: Group, saved_results: Mapping[str, Any]) -> list[str]:
@@ -159,7 +161,7 @@ def _candidate_schedules(op_name: str, key: ScheduleKey, group: Group, saved_res
     return [
         schedule
         for schedule in usable
-        if schedule == PLAIN or not saved_results["wrong"].get(_verdict_key(schedule, op_name, key.dtype))
+        if schedule == PLAIN_SCHEDULE or not saved_results["wrong"].get(_verdict_key(schedule, op_name, key.dtype))
     ]
 
 
@@ -209,7 +211,7 @@ def _measure_candidates(
     """Measure all candidates and return the choice; None if memory is short. Add wrong results to `saved_results`."""
     names = _candidate_schedules(op_name, key, group, saved_results)
     schedules = {candidate: schedule_named(candidate, group, key.device) for candidate in names}
-    reference = _list_tensors(run(schedules[PLAIN]))
+    reference = _list_tensors(run(schedules[PLAIN_SCHEDULE]))
     if settings.autotune() == settings.AUTOTUNE_UNSET:
         # Check the memory first: if one rank ran out of it inside a torch op, its peers would wait in the op forever.
         transfer_bytes = key.m * (key.n or key.k or 0) * key.dtype.itemsize
@@ -226,9 +228,11 @@ def _measure_candidates(
     )
     for candidate in names:
         problem = _schedule_problem(
-            [trial[candidate] for trial in trials], [trial[PLAIN] for trial in trials], op_name in REPLICATED_OPS
+            [trial[candidate] for trial in trials],
+            [trial[PLAIN_SCHEDULE] for trial in trials],
+            op_name in REPLICATED_OPS,
         )
-        if problem and candidate != PLAIN:
+        if problem and candidate != PLAIN_SCHEDULE:
             saved_results["wrong"][_verdict_key(candidate, op_name, key.dtype)] = problem
             del schedules[candidate]
     first_call_seconds = {candidate: max(trial[candidate]["seconds"] for trial in trials) for candidate in schedules}
@@ -236,7 +240,7 @@ def _measure_candidates(
     measured_names = [
         candidate
         for candidate in schedules
-        if candidate == PLAIN or first_call_seconds[candidate] < MAX_SLOWDOWN * shortest_seconds
+        if candidate == PLAIN_SCHEDULE or first_call_seconds[candidate] < MAX_SLOWDOWN * shortest_seconds
     ]
     calls_per_round = min(MAX_CALLS, 1 + int(ROUND_SECONDS / max(shortest_seconds, 1e-9)))
     rounds = [
@@ -330,7 +334,7 @@ def describe_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -
     return ""
 
 
-def choose_fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN) -> str:
+def choose_fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAIN_SCHEDULE) -> str:
     """Choose from seconds by name and round: the incumbent, unless another is clearly faster in most rounds.
 
     A rival must take less than `MAX_TIME_RATIO` of the incumbent's time in three quarters of the rounds, so that noise
@@ -343,11 +347,14 @@ def choose_fastest(seconds: Mapping[str, Sequence[float]], incumbent: str = PLAI
     if incumbent not in seconds:
         return min(seconds, key=lambda name: statistics.median(seconds[name]))
     ratios = {
-        name: sorted(rival / own for rival, own in zip(times, seconds[incumbent], strict=True))
+        name: sorted(
+            rival_seconds / incumbent_seconds
+            for rival_seconds, incumbent_seconds in zip(times, seconds[incumbent], strict=True)
+        )
         for name, times in seconds.items()
     }
-    faster = [name for name, values in ratios.items() if values[(3 * len(values) - 1) // 4] < MAX_TIME_RATIO]
-    return min(faster, key=lambda name: statistics.median(ratios[name]), default=incumbent)
+    faster_names = [name for name, values in ratios.items() if values[(3 * len(values) - 1) // 4] < MAX_TIME_RATIO]
+    return min(faster_names, key=lambda name: statistics.median(ratios[name]), default=incumbent)
 
 
 def _measure_seconds_per_call(schedule: Schedule, run: RunOnSchedule, num_calls: int, device: torch.device) -> float:
@@ -363,8 +370,8 @@ def _free_bytes(device: torch.device) -> float:
     """Return the bytes of GPU memory that can still be allocated; infinity for a CPU."""
     if device.type != "cuda":
         return float("inf")
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(torch.cuda.mem_get_info(device)[0] + cached)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached_bytes)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -401,14 +408,14 @@ def _choice_keys(op_name: str, key: ScheduleKey) -> list[str]:
     )
 
 
-def _round_up_to_bucket(rows: int) -> int:
-    """Round `rows` up to 2^i or 1.5 * 2^i, so that a program with varying batch lengths measures few sizes.
+def _round_up_to_bucket(num_rows: int) -> int:
+    """Round `num_rows` up to 2^i or 1.5 * 2^i, so that a program with varying batch lengths measures few sizes.
 
     >>> [_round_up_to_bucket(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
     [0, 1, 3, 6, 6, 8, 128, 1536]
     """
-    power = 1 << max(0, rows - 1).bit_length()
-    return 0 if rows == 0 else 3 * power // 4 if rows <= 3 * power // 4 else power
+    power = 1 << max(0, num_rows - 1).bit_length()
+    return 0 if num_rows == 0 else 3 * power // 4 if num_rows <= 3 * power // 4 else power
 
 
 def describe_choice(choice: Mapping[str, Any]) -> str:
@@ -477,14 +484,14 @@ def _save_choices(saved_results: Mapping[str, Any]) -> None:
     The file is replaced atomically, because other groups and programs may write it at the same time.
     """
     path = Path(saved_results["path"])
-    previous = _read_choices(path) or {}
+    previous_content = _read_choices(path) or {}
     content = {
         "about": saved_results["about"],
         "machine": saved_results["machine"],
         **{
             section: {
                 key: value
-                for key, value in (previous.get(section, {}) | saved_results.get(section, {})).items()
+                for key, value in (previous_content.get(section, {}) | saved_results.get(section, {})).items()
                 if value
             }
             for section in _SECTIONS

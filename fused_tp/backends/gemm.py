@@ -70,8 +70,8 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
 def _onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         bias = bias.contiguous()  # oneDNN ignores the stride of a bias
-    (rows, columns), (row_stride, column_stride) = w.shape, w.stride()
-    if not ((column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)):
+    (num_rows, num_columns), (row_stride, column_stride) = w.shape, w.stride()
+    if not ((column_stride == 1 and row_stride >= num_columns) or (row_stride == 1 and column_stride >= num_rows)):
         w = w.contiguous()  # oneDNN is a thousand times slower for an expanded w, such as the gradient of a sum
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
     return out
@@ -105,10 +105,10 @@ def _few_rows_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | No
         return None  # lazily negated, or without memory: the memory does not hold the values
     if (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)) or torch._C._len_torch_dispatch_stack():
         return None  # the kernels have no derivative, and are invisible to modes such as FlopCounterMode
-    rows, columns = as_rows(x), w.shape[0]
+    rows, num_columns = as_rows(x), w.shape[0]
     if bias is not None:
-        bias = bias.resolve_neg().expand(columns).contiguous()
-    y = x.new_empty((*x.shape[:-1], columns)) if out is None else out
+        bias = bias.resolve_neg().expand(num_columns).contiguous()
+    y = x.new_empty((*x.shape[:-1], num_columns)) if out is None else out
     _core.few_rows(
         _NATIVE_DTYPES[dtype],
         rows.data_ptr(),
@@ -118,7 +118,7 @@ def _few_rows_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | No
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         len(rows),
-        columns,
+        num_columns,
         depth,
         torch.get_num_threads(),
     )
@@ -134,9 +134,9 @@ def explain_few_rows(x: Tensor, w: Tensor) -> tuple[bool, str]:
             return False, f"{name} is not a plain tensor: {reason}"
     if x.dtype not in _NATIVE_DTYPES or w.dtype is not x.dtype or not _max_native_rows(x.dtype):
         return False, f"the kernels for few rows do not multiply {x.dtype} by {w.dtype} on this CPU"
-    rows, max_rows = prod(x.shape[:-1]), _max_native_rows(x.dtype)
-    if not 0 < rows <= max_rows:
-        return False, f"x has {rows} rows, and the kernels for few rows support 1 to {max_rows}"
+    num_rows, max_rows = prod(x.shape[:-1]), _max_native_rows(x.dtype)
+    if not 0 < num_rows <= max_rows:
+        return False, f"x has {num_rows} rows, and the kernels for few rows support 1 to {max_rows}"
     if w.numel() < _MIN_NATIVE_ELEMENTS:
         return False, f"weight has {w.numel()} elements; the kernels for few rows need at least {_MIN_NATIVE_ELEMENTS}"
     for name, t in (("x", x), ("weight", w)):
@@ -144,7 +144,7 @@ def explain_few_rows(x: Tensor, w: Tensor) -> tuple[bool, str]:
             return False, f"the last dim of {name} has stride {t.stride(-1)}; the kernels for few rows need stride 1"
         if t.is_neg():
             return False, f"{name} is negated lazily, so its memory does not hold its values"
-    return True, f"{rows} rows of x read the weight once, in its stored layout"
+    return True, f"{num_rows} rows of x read the weight once, in its stored layout"
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

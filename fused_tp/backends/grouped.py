@@ -135,22 +135,24 @@ def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, ou
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, routing: Routing, *, by_token: bool = False, out: Tensor | None = None
+    x: Tensor, weight: Tensor, routing: Routing, *, has_row_per_token: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return [S, N]: each row of `x` [S, K] times its expert's weight in `weight` [experts, N, K]; in `out` if given.
 
     Args:
-        by_token: `x` [..., K] has one row per token instead, and each routed row uses its token's row.
+        has_row_per_token: `x` [..., K] has one row per token instead, and each routed row uses its token's row.
     """
     if _supports_grouped_mm(x, weight):
-        rows = routing.gather_rows(x) if by_token else x.contiguous()  # grouped_mm does not accept expanded gradients
+        rows = (
+            routing.gather_rows(x) if has_row_per_token else x.contiguous()
+        )  # grouped_mm does not accept expanded gradients
         products = grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
         return products if out is None else out.copy_(products)
     x = as_rows(x)
     out = x.new_empty((len(routing.tokens), weight.shape[1])) if out is None else out
     for expert, start, stop in routing.experts():
         # Rows are gathered per expert, so that they are still in the CPU cache for the matmul.
-        rows = x.index_select(0, routing.tokens[start:stop]) if by_token else x[start:stop]
+        rows = x.index_select(0, routing.tokens[start:stop]) if has_row_per_token else x[start:stop]
         sum_of_products([(rows, weight[expert])], out=out[start:stop])
     return out
 

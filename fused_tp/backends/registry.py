@@ -35,10 +35,10 @@ ALL_TO_ALL = "all_to_all"
 SYMM_MEM_MAX_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
 MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
 _MAX_CACHED_SELECTIONS = 4096
-# Differing settings of the ranks; "": compared and equal.
+# Message about settings that differ between the ranks; "" once they have been compared and are equal.
 _DIFFERING_SETTINGS: GroupSlot[str | FusedTPError] = GroupSlot()
 _SELECTED_SCHEDULES: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by schedule key and routing settings
-_CREATED_SCHEDULES: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and chunks
+_CREATED_SCHEDULES: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and number of chunks
 _GROUP_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(empty_dict)  # by device type
 _DEVICE_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(empty_dict)
 _COPY_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(empty_dict)
@@ -54,7 +54,7 @@ class ScheduleSpec:
         available: returns whether a group can use it on a device. All ranks must make the first call together.
         make: creates the schedule from (group, device, number of chunks); None: the schedule computes the number.
         transport: name of its transport in `explain`; None: the group's torch.distributed backend.
-        devices: supported device types; empty: all that torch.distributed supports.
+        device_types: supported device types; empty: all that torch.distributed supports.
         max_ranks: largest group; None: no limit.
         caveat: guarantee that this schedule lacks compared to the others, as a clause, for `explain`.
     """
@@ -64,13 +64,13 @@ class ScheduleSpec:
     available: Callable[[Group, torch.device], Availability]
     make: Callable[[Group, torch.device, int | None], Schedule]
     transport: str | None = None
-    devices: tuple[str, ...] = ()
+    device_types: tuple[str, ...] = ()
     max_ranks: int | None = None
     caveat: str = ""
 
 
 @dataclass(frozen=True)
-class Decision:
+class ScheduleDecision:
     """Selected schedule, its transport, and the reason."""
 
     schedule: str
@@ -78,7 +78,7 @@ class Decision:
     reason: str
 
 
-SINGLE_RANK_DECISION = Decision("local", "none", "the group has one rank, so nothing moves")
+SINGLE_RANK_DECISION = ScheduleDecision("local", "none", "the group has one rank, so nothing moves")
 
 
 # -- selection --------------------------------------------------------------------------------------------------------
@@ -134,28 +134,28 @@ def _select(key: ScheduleKey, group: Group) -> Schedule:
             f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differences}."
         )
     device = key.device
-    name, chunks = forced_schedule(), None
+    name, num_chunks = forced_schedule(), None
     # Calls that the forced schedule does not implement fall back to the table.
     if name is None or not _forced_schedule_availability(name, key, group):
         choice = _choose_for_group(key, group)
-        name, chunks = choice.schedule, choice.chunks
-    return schedule_named(name, group, device, chunks)
+        name, num_chunks = choice.schedule, choice.num_chunks
+    return schedule_named(name, group, device, num_chunks)
 
 
-def schedule_named(name: str, group: Group, device: torch.device, chunks: int | None = None) -> Schedule:
+def schedule_named(name: str, group: Group, device: torch.device, num_chunks: int | None = None) -> Schedule:
     """Return the schedule `name` of `group`. The first call creates it, and all ranks must make it together.
 
     Raises:
         ValueError: the schedule does not support this group.
     """
-    schedules, schedule_key = _CREATED_SCHEDULES[group], (name, device, chunks)
+    schedules, schedule_key = _CREATED_SCHEDULES[group], (name, device, num_chunks)
     schedule = schedules.get(schedule_key)
     # FUSED_TP_SHM may have been set to 0 since the schedule was created.
     if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
         availability = SCHEDULES[name].available(group, device)
         if not availability:
             raise ValueError(f"Schedule {name!r} does not support this group: {availability.reason}.")
-        schedule = schedules[schedule_key] = SCHEDULES[name].make(group, device, chunks)
+        schedule = schedules[schedule_key] = SCHEDULES[name].make(group, device, num_chunks)
     return schedule
 
 
@@ -241,7 +241,7 @@ def choose_by_table(
         # Rules are checked one by one and only as needed, because `availability_of` may be a collective call.
         if availability := availability_of(SCHEDULES[choice.schedule]):
             notes = "".join(f"; no {name}: {reason}" for name, reason in reasons.items())
-            return dispatch.TableChoice(choice.schedule, choice.rule + notes, choice.chunks)
+            return dispatch.TableChoice(choice.schedule, choice.rule + notes, choice.num_chunks)
         reasons[choice.schedule] = availability.reason
 
 
@@ -264,7 +264,7 @@ def group_arch(group: Group, device: torch.device) -> str:
     return archs[device.type]
 
 
-def describe_selection(key: ScheduleKey, group: Group) -> Decision:
+def describe_selection(key: ScheduleKey, group: Group) -> ScheduleDecision:
     """Return the schedule that `select_schedule` returns, its transport, and the reason for the selection."""
     if group.size == 1:
         return SINGLE_RANK_DECISION
@@ -275,7 +275,7 @@ def describe_selection(key: ScheduleKey, group: Group) -> Decision:
     transport = SCHEDULES[name].transport or backend_for_device(group, device.type)
     forced_name = settings.forced_schedule()
     if forced_name == name:
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced_name} forces it{describe_caveat(name)}")
+        return ScheduleDecision(name, transport, f"FUSED_TP_SCHEDULE={forced_name} forces it{describe_caveat(name)}")
     rule = _choose_for_group(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if forced_name is not None:
@@ -283,7 +283,7 @@ def describe_selection(key: ScheduleKey, group: Group) -> Decision:
         reason = f"FUSED_TP_SCHEDULE={forced_name}, but {problem}; {reason}"
     if device.type == "cpu" and "no one_sided" not in rule and not (shm := _shared_memory_available(group, device)):
         reason += f"; no shared memory: {shm.reason}"
-    return Decision(name, transport, reason + describe_caveat(name))
+    return ScheduleDecision(name, transport, reason + describe_caveat(name))
 
 
 def describe_caveat(name: str) -> str:
@@ -397,7 +397,7 @@ def _symmetric_memory_check(
     feature: str,
     check_device: Callable[[torch.device], Availability],
     *,
-    multicast: bool = False,
+    needs_multicast: bool = False,
     max_ranks: int = MAX_RANKS,
 ) -> Callable[[Group, torch.device], Availability]:
     """Return the `available` function of a schedule that needs symmetric memory.
@@ -405,7 +405,7 @@ def _symmetric_memory_check(
     Args:
         feature: name of the kernels, under which the ranks exchange their answers.
         check_device: returns whether this rank's device supports the schedule. All ranks must support it.
-        multicast: True if the schedule needs multicast memory.
+        needs_multicast: True if the schedule needs multicast memory.
         max_ranks: size of the largest supported group.
     """
 
@@ -420,7 +420,7 @@ def _symmetric_memory_check(
         memory = group_memory(group, device)
         if isinstance(memory, Availability):
             return memory
-        if multicast and not memory.multicast:
+        if needs_multicast and not memory.has_multicast:
             return unavailable(
                 "the group's GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)"
             )
@@ -463,19 +463,19 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # -- creation of schedules -------------------------------------------------------------------------------------------
 
 
-def _make_plain(group: Group, device: torch.device, chunks: int | None = None) -> PlainSchedule:
+def _make_plain(group: Group, device: torch.device, num_chunks: int | None = None) -> PlainSchedule:
     from fused_tp.backends.messages.plain import PlainSchedule
 
     return PlainSchedule(torch_dist(group, device.type))
 
 
-def _make_pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_pipelined(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.messages.pipelined import PipelinedSchedule
 
     return PipelinedSchedule(torch_dist(group, device.type))
 
 
-def _make_shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_shared_memory(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.shared_memory.shared_memory import SharedMemorySchedule
 
     return SharedMemorySchedule(_assert_type(ShmTransport, shm_transport(group)))
@@ -494,7 +494,7 @@ def _kernel_memory(group: Group, device: torch.device) -> GroupMemory:
 
 
 def _device_schedule_maker(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
-    def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    def make(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
         from fused_tp.backends.cuda.device_collectives import DeviceCollectives
         from fused_tp.backends.cuda.device_schedule import DeviceSchedule
 
@@ -506,7 +506,7 @@ def _device_schedule_maker(algorithm: str) -> Callable[[Group, torch.device, int
     return make
 
 
-def _make_symm_mem(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_symm_mem(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
     from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import TorchSymmMemSchedule
 
@@ -514,17 +514,17 @@ def _make_symm_mem(group: Group, device: torch.device, chunks: int | None) -> Sc
     return TorchSymmMemSchedule(TorchSymmMem(_kernel_memory(group, device), plain.transport), plain)
 
 
-def _make_copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_copy_engine(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.copy_engine.copy_engine import CopyEngine
     from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
 
     plain, engines = _make_plain(group, device), _COPY_ENGINES[group]
     if device not in engines:
         engines[device] = CopyEngine(_kernel_memory(group, device), plain.transport)
-    return CopyEngineSchedule(engines[device], plain, chunks)
+    return CopyEngineSchedule(engines[device], plain, num_chunks)
 
 
-def _make_fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_fused_kernel(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
     from fused_tp.backends.triton.fused_kernel import FusedKernelSchedule
 
@@ -533,14 +533,14 @@ def _make_fused_kernel(group: Group, device: torch.device, chunks: int | None) -
     return FusedKernelSchedule(_kernel_memory(group, device), _make_plain(group, device), copy_schedule)
 
 
-def _make_nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_nccl_pipeline(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.nccl.nccl import NcclDist, nccl_dist
     from fused_tp.backends.nccl.nccl_pipeline import NcclPipeline
 
-    return NcclPipeline(_assert_type(NcclDist, nccl_dist(group, device)), chunks)
+    return NcclPipeline(_assert_type(NcclDist, nccl_dist(group, device)), num_chunks)
 
 
-def _make_hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+def _make_hierarchical(group: Group, device: torch.device, num_chunks: int | None) -> Schedule:
     from fused_tp.backends.hierarchical.hierarchical import HierarchicalSchedule
     from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, raise_as_group_errors
     from fused_tp.backends.nccl.nccl import nccl_dist
@@ -575,7 +575,7 @@ def _make_hierarchical(group: Group, device: torch.device, chunks: int | None) -
 
 _SYMMETRIC_MEMORY_FIELDS: dict[str, Any] = {
     "transport": "symmetric memory",
-    "devices": ("cuda",),
+    "device_types": ("cuda",),
     "max_ranks": MAX_RANKS,
 }
 _SYMM_MEM_TRANSPORT = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
@@ -588,7 +588,7 @@ _HIERARCHICAL_TRANSPORT = (
 )
 _device_kernels_available = _symmetric_memory_check("device kernels", device_kernels_availability)
 _copy_engines_available = _symmetric_memory_check("copy engines", _copy_engine_availability)
-_multimem_available = _symmetric_memory_check("device kernels", device_kernels_availability, multicast=True)
+_multimem_available = _symmetric_memory_check("device kernels", device_kernels_availability, needs_multicast=True)
 _symm_mem_available = _symmetric_memory_check(
     "torch's symm_mem ops", _torch_ops_availability, max_ranks=SYMM_MEM_MAX_RANKS
 )

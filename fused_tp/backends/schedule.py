@@ -216,7 +216,7 @@ class RowSchedule(Schedule):
             )
         self.check("matmul_reduce_scatter", (*dim_shards.shape, scatter_dim, bias is not None), x)
         row_products = [(dim_shards.to_rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(row_products, dim_shards, bias, overlapped_work).view(
+        return self._matmul_reduce_scatter(row_products, dim_shards, bias, overlapped_work).view(
             dim_shards.shard_shapes[self.rank]
         )
 
@@ -228,7 +228,7 @@ class RowSchedule(Schedule):
         if (fallback := self._fallback_for("matmul_all_reduce", x.dtype, shape)) is not None:
             return fallback.matmul_all_reduce(products, bias, overlapped_work=overlapped_work)
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
-        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
+        return self._matmul_all_reduce([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -240,7 +240,7 @@ class RowSchedule(Schedule):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
-        total = self._matmul_sum([(as_rows(x), weight)], None, None)
+        total = self._matmul_all_reduce([(as_rows(x), weight)], None, None)
         return add_rms_norm(total.view(residual.shape), residual, norm_weight, eps)
 
     # -- implemented by subclasses ------------------------------------------------------------------------------------
@@ -272,13 +272,15 @@ class RowSchedule(Schedule):
         """Return this rank's rows of the sum of rank-major `rows` [M, 1] over ranks."""
 
     @abstractmethod
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         """Return this rank's rows of the sum of all `products`; `dim_shards` is the sharding of the sum."""
 
     @abstractmethod
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         """Return the sum [M, N] over ranks of all `products`, whose x is given as rows."""
 
 

@@ -1,9 +1,9 @@
-"""`fused-tp compare`: train the same model in several ways for a few steps, and print their costs side by side.
+"""`fused-tp compare`: train the same model in several configurations for a few steps, and print their costs.
 
-| way         | ranks | variants that run in turn, step by step              |
-|-------------|-------|------------------------------------------------------|
-| one process | 1     | one thread; a thread per rank of the largest way     |
-| tp, cp, ... | n     | fused_tp; plain collectives, if it uses tp or cp     |
+| configuration | ranks | variants that run in turn, step by step                    |
+|---------------|-------|------------------------------------------------------------|
+| one process   | 1     | one thread; a thread per rank of the largest configuration |
+| tp, cp, ...   | n     | fused_tp; plain collectives, if it uses tp or cp           |
 
 Other load on the machine affects both variants equally, so that the ratio of their times is reliable even where the
 times are not.
@@ -46,7 +46,7 @@ SMALL_LLAMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the runs that alternate within a way, that is, a parallel configuration.
+    """One of the runs of a parallel configuration, which alternate step by step.
 
     Attributes:
         name: label of its line in the table.
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run all ways; exit code 0: all train alike, 1: one failed or trains differently, 2: invalid settings."""
+    """Run all configurations; exit code 0: all train alike, 1: one failed or trains otherwise, 2: invalid settings."""
     # Imported here, so that `fused-tp --help` and invalid arguments do not wait for the import of torch.
     import torch
 
@@ -92,13 +92,13 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if is_under_torchrun():
             raise ValueError(
-                "the command starts the ranks of each way itself, on this machine; run it without torchrun."
+                "the command starts the ranks of each configuration itself, on this machine; run it without torchrun."
             )
         settings = apply_changes(read_mapping(arguments.config) if arguments.config else SMALL_LLAMA, arguments.set)
-        # A way must not resume from another's checkpoint, and a process supports one profiler only.
+        # A configuration must not resume from another's checkpoint, and a process supports one profiler only.
         settings |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        jobs = make_jobs(settings, parse_ways(arguments), device)
+        jobs = make_jobs(settings, parse_configs(arguments), device)
         for job in jobs:
             TrainSettings.from_mapping(job.settings[0].settings)
             if device == "cuda" and job.ranks > torch.cuda.device_count():
@@ -113,8 +113,8 @@ def main(arguments: argparse.Namespace) -> int:
         sample = None
         for job in jobs:
             print(f"{job.settings[0].name}, {arguments.steps} steps ...", flush=True)
-            way_results, sample = launch(job, method)
-            results.append(way_results)
+            config_results, sample = launch(job, method)
+            results.append(config_results)
     except ValueError as error:
         print(f"fused-tp compare: {error}", file=sys.stderr)
         return 2
@@ -130,55 +130,55 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if comparison.is_alike else 1
 
 
-def parse_ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the value of setting `parallel` for each requested way, by name."""
-    ways: dict[str, dict[str, Any]] = {}
+def parse_configs(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the value of setting `parallel` for each requested configuration, by name."""
+    configs: dict[str, dict[str, Any]] = {}
     for size in arguments.tp:
-        ways[f"tp{size}"] = {"tp": size}
+        configs[f"tp{size}"] = {"tp": size}
     for size in arguments.cp:
-        ways[f"cp{size}"] = {"cp": size}
+        configs[f"cp{size}"] = {"cp": size}
     for size in arguments.pp:
-        ways[f"pp{size}"] = {"pp": size, "microbatches": 2 * size}
+        configs[f"pp{size}"] = {"pp": size, "microbatches": 2 * size}
     for size in arguments.fsdp:
-        ways[f"fsdp{size}"] = {"dp_shard": size}
+        configs[f"fsdp{size}"] = {"dp_shard": size}
     for size in arguments.dp:
-        ways[f"dp{size}"] = {"dp_replicate": size}
+        configs[f"dp{size}"] = {"dp_replicate": size}
     for text in arguments.parallel:
         try:
-            way = json.loads(text)
+            config = json.loads(text)
         except ValueError as error:
             raise ValueError(f"--parallel {text} is not valid JSON: {error}.") from None
-        if not isinstance(way, dict):
+        if not isinstance(config, dict):
             raise ValueError(f'--parallel must be a JSON mapping such as {{"tp": 2}}, got {text}.')
-        ways[" x ".join(f"{name}{size}" for name, size in way.items())] = way
-    return ways
+        configs[" x ".join(f"{name}{size}" for name, size in config.items())] = config
+    return configs
 
 
-def make_jobs(settings: dict[str, Any], ways: dict[str, dict[str, Any]], device: str) -> list[Job[list[Variant]]]:
-    """Create a job for each way, one process first.
+def make_jobs(settings: dict[str, Any], configs: dict[str, dict[str, Any]], device: str) -> list[Job[list[Variant]]]:
+    """Create a job for each configuration, one process first.
 
     Raises:
-        ValueError: a way has invalid sizes.
+        ValueError: a configuration has invalid sizes.
     """
     from fused_tp.planning.config import ParallelConfig
 
-    sizes = {name: ParallelConfig.from_dict(way).world_size for name, way in ways.items()}
+    sizes = {name: ParallelConfig.from_dict(config).world_size for name, config in configs.items()}
     variants = [Variant("one process", {**settings, "parallel": {}})]
     # More threads than cores would slow each other down.
-    threads = min(max(sizes.values(), default=1), os.cpu_count() or 1)
-    if device == "cpu" and threads > 1:
-        variants.append(Variant(f"one process, {threads} threads", variants[0].settings, threads=threads))
+    num_threads = min(max(sizes.values(), default=1), os.cpu_count() or 1)
+    if device == "cpu" and num_threads > 1:
+        variants.append(Variant(f"one process, {num_threads} threads", variants[0].settings, threads=num_threads))
     jobs = [Job(train_alternately, variants, 1, device)]
-    for name, way in ways.items():
-        variants = [Variant(name, {**settings, "parallel": way})]
-        if {"tp", "cp"} & set(way):
+    for name, config in configs.items():
+        variants = [Variant(name, {**settings, "parallel": config})]
+        if {"tp", "cp"} & set(config):
             variants.append(Variant(f"{name}, plain collectives", variants[0].settings, uses_plain_collectives=True))
         jobs.append(Job(train_alternately, variants, sizes[name], device))
     return jobs
 
 
 def train_alternately(variants: list[Variant]) -> tuple[list[VariantResult], str | None]:
-    """Train the variants of a way in turn, on every rank; return their results and a sample of the first variant."""
+    """Train the variants of a configuration in turn, on every rank; return their results and a sample of the first."""
     import torch
     import torch.distributed as dist
 
@@ -210,8 +210,8 @@ def train_alternately(variants: list[Variant]) -> tuple[list[VariantResult], str
             peak_memory = torch.tensor(peak_memory_bytes(run.device), dtype=torch.int64, device=run.device)
             dist.all_reduce(peak_memory, dist.ReduceOp.MAX)
             results[0].memory = int(peak_memory)
-    for number in range(runs[0][1].settings.steps - WARMUP):
-        for index in range(len(runs))[:: -1 if number % 2 else 1]:
+    for step_index in range(runs[0][1].settings.steps - WARMUP):
+        for index in range(len(runs))[:: -1 if step_index % 2 else 1]:
             run_step(index)
     torch.set_num_threads(variants[0].threads)
     return results, runs[0][1].sample()

@@ -39,19 +39,20 @@ PLOT_STYLE = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements of all ways and variants.
+    """Measurements of all configurations and variants.
 
     Attributes:
-        ways: results of the variants of each way, which alternated step by step; the first way is one process.
+        results_by_config: results of the variants of each configuration, which alternated step by step; the first
+            configuration is one process.
         precision: "fp32", "bf16" or "fp16".
     """
 
-    ways: list[list[VariantResult]]
+    results_by_config: list[list[VariantResult]]
     precision: str
 
     @property
     def results(self) -> list[VariantResult]:
-        return [result for way in self.ways for result in way]
+        return [result for config_results in self.results_by_config for result in config_results]
 
     @property
     def largest_loss_difference(self) -> float:
@@ -60,7 +61,7 @@ class Comparison:
 
     @property
     def is_alike(self) -> bool:
-        """True if all ways train the same model, up to rounding."""
+        """True if all configurations train the same model, up to rounding."""
         return self.largest_loss_difference <= LOSS_TOLERANCES[self.precision]
 
     def loss_differences(self, result: VariantResult) -> list[float]:
@@ -74,7 +75,9 @@ class Comparison:
             f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} "
             f"{'loss':>8} {'off by':>8}"
         ]
-        same_cores_result = self.ways[0][-1]  # one process with a thread per rank of the largest way
+        same_cores_result = self.results_by_config[0][
+            -1
+        ]  # one process with a thread per rank of the largest configuration
         reference_seconds = step_seconds(same_cores_result)
         for result in self.results:
             seconds = step_seconds(result)
@@ -85,11 +88,13 @@ class Comparison:
                 f"{result.tokens / seconds:9,.0f} {wait_text:>8} {memory:>9} "
                 f"{result.losses[-1]:8.4f} {max(self.loss_differences(result)):8.1e}"
             )
-        for way in self.ways[1:]:
-            if len(way) == 2:
-                lines.append(f"{way[0].name} is {speedup(way):.2f}x as fast as with plain collectives.")
+        for config_results in self.results_by_config[1:]:
+            if len(config_results) == 2:
+                lines.append(
+                    f"{config_results[0].name} is {speedup(config_results):.2f}x as fast as with plain collectives."
+                )
         if same_cores_result is not self.results[0]:
-            lines.append(f"speed: relative to {same_cores_result.name}, the cores of the largest way.")
+            lines.append(f"speed: relative to {same_cores_result.name}, the cores of the largest configuration.")
         if self.is_alike:
             lines.append(
                 "All train alike: losses differ from those of one process by at most "
@@ -117,7 +122,11 @@ class Comparison:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "alike": self.is_alike,
             "results": [asdict(result) | {"step_seconds": step_seconds(result)} for result in self.results],
-            "speedup_over_plain": {way[0].name: speedup(way) for way in self.ways[1:] if len(way) == 2},
+            "speedup_over_plain": {
+                config_results[0].name: speedup(config_results)
+                for config_results in self.results_by_config[1:]
+                if len(config_results) == 2
+            },
         }
         (folder / "compare.json").write_text(json.dumps(values, indent=1, default=str) + "\n")
         self.draw(folder / "compare.png")
@@ -141,8 +150,8 @@ class Comparison:
         from matplotlib.ticker import MaxNLocator, NullFormatter
 
         steps = range(1, len(self.results[0].losses) + 1)
-        for index, way in enumerate(self.ways):
-            result = way[0]
+        for index, config_results in enumerate(self.results_by_config):
+            result = config_results[0]
             loss_axes.plot(steps, result.losses, color=f"C{index}", linewidth=7 / (1 + index), label=result.name)
             if index:
                 # A log axis cannot show 0, so 0 is drawn as 1e-8, which is below the rounding error of fp32.
@@ -153,14 +162,14 @@ class Comparison:
         loss_axes.legend()
         difference_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         difference_axes.set(xlabel="step", title="Largest difference to one process so far")
-        if len(self.ways) > 1:
+        if len(self.results_by_config) > 1:
             difference_axes.set_yscale("log")
             difference_axes.yaxis.set_minor_formatter(NullFormatter())
             difference_axes.margins(y=0.2)
 
     def _draw_times(self, axes: Axes) -> None:
         """Draw a bar per result: time of compute and data transfer, then, lighter, time of waiting for peers."""
-        colors = [f"C{index}" for index, way in enumerate(self.ways) for _ in way]
+        colors = [f"C{index}" for index, config_results in enumerate(self.results_by_config) for _ in config_results]
         longest_seconds = max(map(step_seconds, self.results))
         for position, (result, color) in enumerate(zip(self.results, colors, strict=True)):
             seconds, wait_share = step_seconds(result), wait_fraction(result)
@@ -191,7 +200,7 @@ def wait_fraction(result: VariantResult) -> float:
     return sum(result.waited[WARMUP:]) / sum(result.seconds[WARMUP:])
 
 
-def speedup(way: list[VariantResult]) -> float:
+def speedup(config_results: list[VariantResult]) -> float:
     """Return the median, over pairs of consecutive steps, of the second variant's step time divided by the first's."""
-    pairs = zip(way[1].seconds[WARMUP:], way[0].seconds[WARMUP:], strict=True)
+    pairs = zip(config_results[1].seconds[WARMUP:], config_results[0].seconds[WARMUP:], strict=True)
     return statistics.median(plain_seconds / fused_seconds for plain_seconds, fused_seconds in pairs)

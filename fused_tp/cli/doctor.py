@@ -91,12 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the report; exit code 0 if nothing needs fixing, else 1."""
     findings = examine()
-    healthy = all(finding.status != PROBLEM for finding in findings)
+    is_healthy = all(finding.status != PROBLEM for finding in findings)
     if arguments.json:
-        print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps({"healthy": is_healthy, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         print(format_report(findings))
-    return 0 if healthy else 1
+    return 0 if is_healthy else 1
 
 
 def examine() -> list[Finding]:
@@ -126,8 +126,12 @@ def format_report(findings: list[Finding]) -> str:
         lines.append(f"  {_STATUS_MARKS[finding.status]} {finding.name:<31} {finding.value}")
         if finding.advice:
             lines.append(f"      {'':<31} {finding.advice}")
-    problems = sum(finding.status == PROBLEM for finding in findings)
-    closing = "Nothing needs fixing." if problems == 0 else f"{problems} thing{'s' * (problems > 1)} to fix, marked !!."
+    num_problems = sum(finding.status == PROBLEM for finding in findings)
+    closing = (
+        "Nothing needs fixing."
+        if num_problems == 0
+        else f"{num_problems} thing{'s' * (num_problems > 1)} to fix, marked !!."
+    )
     return "\n".join([*lines, "", closing])
 
 
@@ -166,8 +170,10 @@ def _examine_cuda_compiler() -> Finding:
 
 
 def _examine_processor(core: ModuleType | None) -> Iterator[Finding]:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("processors", f"{cpus} usable, {platform.machine()}; torch runs {torch.get_num_threads()} threads")
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding(
+        "processors", f"{num_cpus} usable, {platform.machine()}; torch runs {torch.get_num_threads()} threads"
+    )
     cpu_flags = _read_cpu_flags()
     yield Finding("instruction sets", ", ".join(f for f in _CPU_FEATURES if f in cpu_flags) or "baseline")
     yield Finding("torch kernels use", torch.backends.cpu.get_cpu_capability())
@@ -451,11 +457,11 @@ def _examine_schedules(core: ModuleType | None) -> Iterator[Finding]:
     if torch.cuda.is_available():
         targets.append(("cuda", "nccl", dispatch.device_arch(torch.device("cuda", torch.cuda.current_device()))))
     for device, transport, arch in targets:
-        for op, tensors in _SHAPES_BY_OP.items():
+        for op, num_shapes in _SHAPES_BY_OP.items():
             try:
                 schedules = []
-                for tokens in _TOKEN_COUNTS.values():
-                    shapes = ((tokens, _HIDDEN_SIZE), (_HIDDEN_SIZE, _HIDDEN_SIZE))[:tensors]
+                for num_tokens in _TOKEN_COUNTS.values():
+                    shapes = ((num_tokens, _HIDDEN_SIZE), (_HIDDEN_SIZE, _HIDDEN_SIZE))[:num_shapes]
                     explanation = explain_hypothetical(
                         op, *shapes, dtype=torch.bfloat16, world_size=_WORLD_SIZE, transport=transport, arch=arch
                     )
@@ -465,7 +471,7 @@ def _examine_schedules(core: ModuleType | None) -> Iterator[Finding]:
                 yield Finding(f"{op}, {device}", "no choice", PROBLEM, str(error))
             else:
                 value = ", ".join(
-                    f"{schedule} ({tokens})" for tokens, schedule in zip(_TOKEN_COUNTS, schedules, strict=True)
+                    f"{schedule} ({num_tokens})" for num_tokens, schedule in zip(_TOKEN_COUNTS, schedules, strict=True)
                 )
                 yield Finding(f"{op}, {device}", value)
 
@@ -482,6 +488,6 @@ def read_program_output(command: str, *arguments: str) -> list[str]:
     return completed.stdout.strip().splitlines() if completed.returncode == 0 else []
 
 
-def dotted_version(numbers: Sequence[int]) -> str:
+def dotted_version(version: Sequence[int]) -> str:
     """Format a version in dotted notation, such as "12.4"."""
-    return ".".join(map(str, numbers))
+    return ".".join(map(str, version))

@@ -191,9 +191,17 @@ def _check_options(arguments: argparse.Namespace) -> None:
 # -- arguments of torchrun --------------------------------------------------------------------------------------------
 
 
-def node_arguments(arguments: argparse.Namespace, ranks: int | str, rendezvous: Sequence[str]) -> list[str]:
-    """Return the arguments of launch_node for `ranks` ranks on one host, with options `rendezvous` to find others."""
-    options = [*rendezvous, "--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts), "--tee", "3"]
+def node_arguments(arguments: argparse.Namespace, num_ranks: int | str, rendezvous: Sequence[str]) -> list[str]:
+    """Return launch_node's arguments for `num_ranks` ranks on one host, with options `rendezvous` to find others."""
+    options = [
+        *rendezvous,
+        "--nproc-per-node",
+        str(num_ranks),
+        "--max-restarts",
+        str(arguments.max_restarts),
+        "--tee",
+        "3",
+    ]
     binds_cores = arguments.bind == CORES
     optional_values = {
         "--numa-binding": None if binds_cores else arguments.bind,
@@ -221,11 +229,11 @@ def local_command(arguments: argparse.Namespace) -> list[str]:
         raise ValueError("--nodes above 1 needs --hostfile, or a SLURM allocation. Pass --hostfile, or omit --nodes.")
     if arguments.port is not None:
         raise ValueError("--port needs --hostfile or SLURM: one machine has no rendezvous port. Omit it.")
-    ranks = arguments.per_node or torch.cuda.device_count()
-    if ranks == 0:
+    num_ranks = arguments.per_node or torch.cuda.device_count()
+    if num_ranks == 0:
         raise ValueError("This machine has no GPUs, so the number of ranks is unknown; pass --per-node P.")
     # localhost, because the machine's name may not resolve.
-    return [*LAUNCH_NODE, *node_arguments(arguments, ranks, ["--standalone", "--local-addr", "localhost"])]
+    return [*LAUNCH_NODE, *node_arguments(arguments, num_ranks, ["--standalone", "--local-addr", "localhost"])]
 
 
 # -- hosts that ssh reaches -------------------------------------------------------------------------------------------
@@ -242,18 +250,20 @@ def read_hostfile(path: Path) -> dict[str, int]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"The hostfile {path} cannot be read ({error}).") from None
     hosts: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         match line.partition("#")[0].split():
             case []:
                 continue
             case [name, slots] if slots.startswith("slots=") and slots[6:].isdecimal() and not name.startswith("-"):
                 if name in hosts:
-                    raise ValueError(f"Line {number} of {path} repeats {name}; put all its slots on one line.")
+                    raise ValueError(f"Line {line_number} of {path} repeats {name}; put all its slots on one line.")
                 hosts[name] = int(slots[6:])
             case _:
-                raise ValueError(f"Line {number} of {path} is {line.strip()!r}; write it like `node1 slots=8`.")
+                raise ValueError(f"Line {line_number} of {path} is {line.strip()!r}; write it like `node1 slots=8`.")
         if hosts[name] == 0:
-            raise ValueError(f"Line {number} of {path} has slots=0 for {name}; remove the line, or set slots >= 1.")
+            raise ValueError(
+                f"Line {line_number} of {path} has slots=0 for {name}; remove the line, or set slots >= 1."
+            )
     if not hosts:
         raise ValueError(f"The hostfile {path} names no host; write lines like `node1 slots=8`.")
     return hosts
@@ -269,23 +279,24 @@ def choose_hosts(arguments: argparse.Namespace) -> tuple[dict[str, int], int]:
     minimum, maximum = arguments.nodes or (len(slots), len(slots))
     if maximum > len(slots):
         raise ValueError(f"--nodes={maximum} exceeds the {len(slots)} hosts of {arguments.hostfile}; lower --nodes.")
-    chosen_hosts = dict(list(slots.items())[:maximum])
-    for name, count in chosen_hosts.items():
-        if count < (arguments.per_node or 0):
-            raise ValueError(f"--per-node={arguments.per_node} exceeds the {count} slots of {name}.")
-    return {name: arguments.per_node or count for name, count in chosen_hosts.items()}, minimum
+    slots_by_host = dict(list(slots.items())[:maximum])
+    for name, num_slots in slots_by_host.items():
+        if num_slots < (arguments.per_node or 0):
+            raise ValueError(f"--per-node={arguments.per_node} exceeds the {num_slots} slots of {name}.")
+    return {name: arguments.per_node or num_slots for name, num_slots in slots_by_host.items()}, minimum
 
 
 def host_commands(
-    arguments: argparse.Namespace, ranks: Mapping[str, int], minimum: int, variables: Mapping[str, str]
+    arguments: argparse.Namespace, num_ranks_by_host: Mapping[str, int], minimum: int, variables: Mapping[str, str]
 ) -> list[list[str]]:
-    """Return a command for each host, which connects to it and starts its `ranks` in this folder with `variables`."""
-    count = str(len(ranks)) if minimum == len(ranks) else f"{minimum}:{len(ranks)}"
-    first_host, job_id = next(iter(ranks)), uuid.uuid4().hex
+    """Return a command for each host, which connects to it and starts its ranks in this folder with `variables`."""
+    num_hosts = len(num_ranks_by_host)
+    node_range = str(num_hosts) if minimum == num_hosts else f"{minimum}:{num_hosts}"
+    first_host, job_id = next(iter(num_ranks_by_host)), uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
-    rendezvous = ["--stop-with-stdin", *_rendezvous_options(arguments, count, first_host, job_id)]
+    rendezvous = ["--stop-with-stdin", *_rendezvous_options(arguments, node_range, first_host, job_id)]
     commands = []
-    for host, host_ranks in ranks.items():
+    for host, num_ranks in num_ranks_by_host.items():
         # Set is_host explicitly: torchrun would compare the name in the hostfile with the machine's name, and they may
         # differ.
         options = [*rendezvous, "--rdzv-conf", f"is_host={int(host == first_host)}", "--local-addr", host]
@@ -293,7 +304,7 @@ def host_commands(
             "env",
             *_format_assignments(variables),
             *LAUNCH_NODE,
-            *node_arguments(arguments, host_ranks, options),
+            *node_arguments(arguments, num_ranks, options),
         ]
         script = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(start_command)}"
         connect_command = [word.replace("{host}", host) for word in shlex.split(ssh)]
@@ -334,14 +345,14 @@ class HostConnection:
             self._reader.join(1)  # bounded, as a process left behind by the host may keep the pipe open
         return code
 
-    def send_signal(self, number: signal.Signals | None) -> None:
+    def send_signal(self, signum: signal.Signals | None) -> None:
         """Raise a signal in the host's launch_node; None: close its stdin, so that it ends its ranks."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the connection has ended, or stdin is closed already
-            if number is None:
+            if signum is None:
                 self.process.stdin.close()
             else:
-                self.process.stdin.write(f"{number.name}\n")
+                self.process.stdin.write(f"{signum.name}\n")
                 self.process.stdin.flush()
 
 
@@ -377,14 +388,14 @@ def run_hosts(
         except OSError as error:  # hosts already started exit with this process, which closes their stdin
             print(f"fused-tp launch: {commands[0][0]} cannot be run ({error.strerror}); see --ssh.", file=sys.stderr)
             return 2
-        running_hosts, remaining_hosts = list(hosts), len(hosts)
+        running_hosts, num_remaining_hosts = list(hosts), len(hosts)
         while running_hosts:
             time.sleep(0.05)  # poll: no system call waits for process exits, signals and deadlines together
             while signals:
-                number = signals.pop(0)
-                final_code, kill_deadline = final_code or 128 + number, min(kill_deadline, _kill_deadline(grace))
+                signum = signals.pop(0)
+                final_code, kill_deadline = final_code or 128 + signum, min(kill_deadline, _kill_deadline(grace))
                 for host in running_hosts:
-                    host.send_signal(number)
+                    host.send_signal(signum)
             for host in list(running_hosts):
                 is_silent = not host.has_answered and time.monotonic() > answer_deadline
                 if is_silent or time.monotonic() > kill_deadline:
@@ -396,7 +407,7 @@ def run_hosts(
                 running_hosts.remove(host)
                 if exit_code == 0 or final_code != 0:  # the host is done, or was stopped with all others
                     continue
-                remaining_hosts -= 1
+                num_remaining_hosts -= 1
                 is_lost = not host.has_answered or exit_code >= 128 or exit_code < 0
                 if is_silent:
                     reason = f"{host.name} did not answer within {connect_timeout:g} seconds"
@@ -404,13 +415,13 @@ def run_hosts(
                     reason = f"{host.name} cannot be reached, or has no folder {os.getcwd()} (exit code {exit_code})"
                 else:
                     reason = f"{host.name} was {'lost' if is_lost else 'the first to fail'} (exit code {exit_code})"
-                if is_lost and remaining_hosts >= minimum and host is not hosts[0]:
-                    outcome = f"going on with {remaining_hosts} of {len(hosts)} hosts"
+                if is_lost and num_remaining_hosts >= minimum and host is not hosts[0]:
+                    outcome = f"going on with {num_remaining_hosts} of {len(hosts)} hosts"
                 else:
                     outcome, final_code = "all hosts end", 1 if is_lost else exit_code
                     kill_deadline = min(kill_deadline, _kill_deadline(grace))
-                    for other in running_hosts:
-                        other.send_signal(None)
+                    for other_host in running_hosts:
+                        other_host.send_signal(None)
                 print(f"fused-tp launch: {reason}; {outcome}.", file=sys.stderr)
         return final_code
 
@@ -423,23 +434,23 @@ def _kill_deadline(grace: float | None) -> float:
 def _collect_signals(signals: list[signal.Signals]) -> Iterator[None]:
     """Append each SIGINT and SIGTERM that arrives to `signals`, instead of handling it."""
     previous_handlers = {
-        number: signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        signum: signal.signal(signum, lambda signum, _: signals.append(signal.Signals(signum)))
+        for signum in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler)
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
 
-def _build_srun_command(arguments: argparse.Namespace, nodes: int, first_host: str, job_id: str) -> list[str]:
-    rendezvous = _rendezvous_options(arguments, str(nodes), first_host, job_id)
-    ranks = arguments.per_node or "gpu"
-    return [*SRUN, f"--nodes={nodes}", *LAUNCH_NODE, *node_arguments(arguments, ranks, rendezvous)]
+def _build_srun_command(arguments: argparse.Namespace, num_nodes: int, first_host: str, job_id: str) -> list[str]:
+    rendezvous = _rendezvous_options(arguments, str(num_nodes), first_host, job_id)
+    ranks_per_node = arguments.per_node or "gpu"
+    return [*SRUN, f"--nodes={num_nodes}", *LAUNCH_NODE, *node_arguments(arguments, ranks_per_node, rendezvous)]
 
 
 def _require_fixed_count(nodes: tuple[int, int]) -> int:
@@ -462,11 +473,12 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
     Raises:
         ValueError: the allocation has fewer hosts than requested, or scontrol cannot name them.
     """
-    hosts = int(environment["SLURM_JOB_NUM_NODES"])
-    nodes = _require_fixed_count(arguments.nodes or (hosts, hosts))
-    if nodes > hosts:
+    num_hosts = int(environment["SLURM_JOB_NUM_NODES"])
+    num_nodes = _require_fixed_count(arguments.nodes or (num_hosts, num_hosts))
+    if num_nodes > num_hosts:
         raise ValueError(
-            f"--nodes={nodes} exceeds the {hosts} hosts of the SLURM allocation. Lower --nodes or allocate more hosts."
+            f"--nodes={num_nodes} exceeds the {num_hosts} hosts of the SLURM allocation. Lower --nodes or "
+            "allocate more hosts."
         )
     try:
         names = subprocess.run(
@@ -477,7 +489,7 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
         ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"scontrol cannot name the hosts of the SLURM allocation ({error}).") from None
-    return _build_srun_command(arguments, nodes, names[0], environment["SLURM_JOB_ID"])
+    return _build_srun_command(arguments, num_nodes, names[0], environment["SLURM_JOB_ID"])
 
 
 def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> str:
@@ -488,15 +500,15 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
     """
     if arguments.nodes is None:
         raise ValueError("--sbatch needs --nodes N, the number of hosts.")
-    nodes = _require_fixed_count(arguments.nodes)
+    num_nodes = _require_fixed_count(arguments.nodes)
     first_host, job_id = "${head}", "${SLURM_JOB_ID}"
-    command = shlex.join(_build_srun_command(arguments, nodes, first_host, job_id))
+    command = shlex.join(_build_srun_command(arguments, num_nodes, first_host, job_id))
     for word in (f"{first_host}:{arguments.port or PORT}", job_id):
         command = command.replace(shlex.quote(word), f'"{word}"')  # the job's shell expands it
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={Path(arguments.script).stem}",
-        f"#SBATCH --nodes={nodes}",
+        f"#SBATCH --nodes={num_nodes}",
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --exclusive",
         "#SBATCH --requeue",

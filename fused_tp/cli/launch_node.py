@@ -115,16 +115,16 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
 def _restore_environment_and_handlers() -> Iterator[None]:
     """Restore this process's environment, which ranks inherit, and its signal handlers, which torchrun replaces."""
     is_main_thread = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main_thread else {}
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()} if is_main_thread else {}
     environment = dict(os.environ)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(environment)
-        for number, handler in handlers.items():
-            if handler is not None and handler is not signal.getsignal(number):
-                signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            if handler is not None and handler is not signal.getsignal(signum):
+                signal.signal(signum, handler)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -142,19 +142,19 @@ def _make_parser() -> argparse.ArgumentParser:
 def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
     from torch.distributed.run import determine_local_world_size
 
-    ranks = determine_local_world_size(arguments.nproc_per_node)
+    num_ranks = determine_local_world_size(arguments.nproc_per_node)
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // num_ranks)))
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{host}:${{rank}}] ")
-    ignored_signals = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+    ignored_signals = {signum.name for signum in signal.Signals if signal.getsignal(signum) is signal.SIG_IGN}
     names = arguments.signals_to_handle.split(",")
     arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored_signals)
     if arguments.bind_cores and sys.platform != "linux":
         raise ValueError("--bind cores needs Linux; omit --bind.")
-    if arguments.bind_cores and ranks > len(cpus):
+    if arguments.bind_cores and num_ranks > len(cpus):
         raise ValueError(
-            f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {ranks} ranks. Omit --bind."
+            f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {num_ranks} ranks. Omit --bind."
         )
     if sys.platform == "linux":
         python_command = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
@@ -201,8 +201,8 @@ def exec_rank(launcher: str, binding: str, *program: str) -> NoReturn:
     """
     end_with_parent(int(launcher))
     if binding == "cores":
-        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        os.sched_setaffinity(0, share_of(rank, ranks, sort_by_core(os.sched_getaffinity(0))))
+        rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        os.sched_setaffinity(0, share_of(rank, num_ranks, sort_by_core(os.sched_getaffinity(0))))
     os.execvp(program[0], program)
 
 
@@ -216,14 +216,14 @@ def end_with_parent(launcher: int) -> None:
         sys.exit(1)
 
 
-def share_of(rank: int, ranks: int, cpus: Sequence[int]) -> set[int]:
+def share_of(rank: int, num_ranks: int, cpus: Sequence[int]) -> set[int]:
     """Return the processors of a rank: a contiguous slice of `cpus`; sizes differ by at most one.
 
     Example:
         >>> share_of(1, 2, [0, 4, 1, 5])
         {1, 5}
     """
-    return set(cpus[rank * len(cpus) // ranks : (rank + 1) * len(cpus) // ranks])
+    return set(cpus[rank * len(cpus) // num_ranks : (rank + 1) * len(cpus) // num_ranks])
 
 
 def sort_by_core(cpus: set[int]) -> list[int]:

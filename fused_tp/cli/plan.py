@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
             top=arguments.top,
             words=None if arguments.format == DEFAULT_FORMAT else arguments.format,
         )
-        written_number = None if arguments.write is None else _write_plan(plans, arguments.write, arguments.format)
+        written_plan_number = None if arguments.write is None else _write_plan(plans, arguments.write, arguments.format)
     except (ValueError, OSError) as error:
         print(f"fused-tp plan: {error}", file=sys.stderr)
         return 2
@@ -103,14 +103,14 @@ def main(arguments: argparse.Namespace) -> int:
         f"{arguments.batch} rows of {arguments.seq} tokens, {precision}"
     )
     _print_table(plans)
-    for number, plan in enumerate(plans, 1):
-        print(f"{number}. {plan.reason}")
+    for plan_number, plan in enumerate(plans, 1):
+        print(f"{plan_number}. {plan.reason}")
     if machine == MACHINES.get(machine.name):
         print(_speed_note(plans[0], precision))
     for note in shape.notes:
         print(f"Note: {note}")
-    if written_number is not None:
-        print(f"Wrote plan {written_number} to {arguments.write}.")
+    if written_plan_number is not None:
+        print(f"Wrote plan {written_plan_number} to {arguments.write}.")
     return 0
 
 
@@ -122,14 +122,14 @@ def measure_this_machine() -> Machine:
     """
     import torch
 
-    gpus = torch.cuda.device_count()
-    name, device = (torch.cuda.get_device_name(), "cuda") if gpus else (cpu_name(), "cpu")
+    num_gpus = torch.cuda.device_count()
+    name, device = (torch.cuda.get_device_name(), "cuda") if num_gpus else (cpu_name(), "cpu")
     method = choose_start_method(device)
     if method == "forkserver":
         preload(["fused_tp.planning.measure", "transformers"])
-    ranks = gpus or len(os.sched_getaffinity(0))
-    ranks = max(1, ranks - ranks % 2)  # an even number, because links are measured between pairs of ranks
-    machine: Machine = launch(Job(_measure_on_rank, name, ranks, device), method)
+    num_ranks = num_gpus or len(os.sched_getaffinity(0))
+    num_ranks = max(1, num_ranks - num_ranks % 2)  # an even number, because links are measured between pairs of ranks
+    machine: Machine = launch(Job(_measure_on_rank, name, num_ranks, device), method)
     return machine
 
 
@@ -141,13 +141,13 @@ def _measure_on_rank(name: str) -> Machine:
 
 def _write_plan(plans: list[Plan], path: Path, format_name: str) -> int:
     """Write the first plan that the format can express, and return its number."""
-    for number, plan in enumerate(plans, 1):
+    for plan_number, plan in enumerate(plans, 1):
         with contextlib.suppress(ValueError):
             config = (
                 plan.config.to_dict() if format_name == DEFAULT_FORMAT else DIALECTS[format_name].write(plan.config)
             )
             path.write_text(json.dumps(config, indent=1) + "\n")
-            return number
+            return plan_number
     raise AssertionError(f"recommend(words={format_name!r}) ends with a plan that {format_name} expresses")
 
 
@@ -178,11 +178,11 @@ _TABLE_HEAD = (
 )
 
 
-def _table_row(number: int, plan: Plan) -> tuple[str, ...]:
+def _table_row(plan_number: int, plan: Plan) -> tuple[str, ...]:
     config = plan.config
     stages = f", {config.virtual_stages} stages" if (config.virtual_stages or 1) > 1 else ""
     return (
-        str(number),
+        str(plan_number),
         config.shown() + stages,
         f"{plan.microbatch_rows} x {config.microbatches}",
         config.recompute,
@@ -199,12 +199,12 @@ def _table_row(number: int, plan: Plan) -> tuple[str, ...]:
 def _tokens_per_gpu(plan: Plan) -> str:
     """Format the range of tokens per second and GPU."""
     low, high = plan.low_tokens_per_second, plan.tokens_per_second
-    gpus = plan.config.world_size
-    return f"{high / gpus:,.0f}" if low is None else f"{low / gpus:,.0f} - {high / gpus:,.0f}"
+    num_gpus = plan.config.world_size
+    return f"{high / num_gpus:,.0f}" if low is None else f"{low / num_gpus:,.0f} - {high / num_gpus:,.0f}"
 
 
 def _print_table(plans: list[Plan]) -> None:
-    rows = [_table_row(number, plan) for number, plan in enumerate(plans, 1)]
+    rows = [_table_row(plan_number, plan) for plan_number, plan in enumerate(plans, 1)]
     try:
         from rich import box
         from rich.console import Console

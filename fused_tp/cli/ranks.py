@@ -78,9 +78,9 @@ def preload(modules: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def _exit_on_signal(number: int, _: Any) -> None:
-    print(f"fused-tp: stopped by {signal.Signals(number).name}.", file=sys.stderr)
-    sys.exit(128 + number)
+def _exit_on_signal(signum: int, _: Any) -> None:
+    print(f"fused-tp: stopped by {signal.Signals(signum).name}.", file=sys.stderr)
+    sys.exit(128 + signum)
 
 
 def launch(job: Job[Any], start_method: str | None) -> Any:

@@ -80,7 +80,7 @@ def _train_with_profile(arguments: argparse.Namespace) -> bool:
     settings |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
     config = arguments.out / "train.json"
     config.write_text(json.dumps(settings))
-    return start_ranks(TrainSettings.from_mapping(settings).minimum_ranks(), config, quiet=True) == 0
+    return start_ranks(TrainSettings.from_mapping(settings).minimum_ranks(), config, is_quiet=True) == 0
 
 
 def format_table(report: ExposureReport) -> str:

@@ -73,12 +73,12 @@ def main(arguments: argparse.Namespace) -> int:
     gpus = _find_gpus()
     arch = arguments.arch or gpus.arch or 90
     try:
-        chosen_steps = [
+        selected_steps = [
             step
-            for step in make_steps(arch, arguments.kernels, gpus.device_count, arguments.out)
+            for step in make_steps(arch, arguments.kernels, gpus.num_devices, arguments.out)
             if re.search(arguments.only, step.name)
         ]
-        if not chosen_steps:
+        if not selected_steps:
             raise ValueError(f"--only {arguments.only!r} matches no step; --list names them.")
         if arguments.kernels is not None and not arguments.kernels.is_file():
             raise ValueError(f"--kernels must be an existing file, got {arguments.kernels}.")
@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.list:
         print(
-            "\n".join(f"{step.name:40} {step.min_seconds:4.0f} to {step.max_seconds:4.0f} s" for step in chosen_steps)
+            "\n".join(f"{step.name:40} {step.min_seconds:4.0f} to {step.max_seconds:4.0f} s" for step in selected_steps)
         )
         return 0
     outcomes: list[Outcome] = []
@@ -97,43 +97,45 @@ def main(arguments: argparse.Namespace) -> int:
         "time": time.strftime("%H:%M:%S UTC", time.gmtime(start)),
         "arch": arch,
         "gpu": gpus.name,
-        "gpus": gpus.device_count,
+        "gpus": gpus.num_devices,
         "versions": find_versions(),
     }
     is_main_thread = threading.current_thread() is threading.main_thread()  # no other thread may set signal handlers
     signals = (signal.SIGTERM, signal.SIGHUP) if is_main_thread else ()
-    handlers = {number: signal.signal(number, _exit_on_signal) for number in signals}
+    handlers = {signum: signal.signal(signum, _exit_on_signal) for signum in signals}
     write_report(arguments.out, report, [])  # replaces the report of an earlier run
     try:
-        for outcome in run_steps(chosen_steps, arguments.out, 60 * arguments.minutes, _print_now, gpus.obstacle):
+        for outcome in run_steps(
+            selected_steps, arguments.out, 60 * arguments.minutes, _print_now, gpus.unsupported_reason
+        ):
             outcomes.append(outcome)
             write_report(arguments.out, {**report, "seconds": time.time() - start}, outcomes)
             _print_now(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
     print(f"\n{format_table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
     ran_outcomes = [result for result in outcomes if result.state != STATE_LEFT_OUT]
     if any(result.state != STATE_RIGHT for result in ran_outcomes):
         return 1
-    gpu_steps = {step.name for step in chosen_steps if step.needs_gpu}
+    gpu_steps = {step.name for step in selected_steps if step.needs_gpu}
     return 0 if any(result.name in gpu_steps for result in ran_outcomes) or not gpu_steps else 2
 
 
 def write_report(out: Path, report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write all results so far, each file by an atomic rename: the next step may crash the machine."""
-    full_report = {**report, "steps": [vars(one) for one in outcomes]}
+    full_report = {**report, "steps": [outcome.to_json() for outcome in outcomes]}
     for name, text in (("selftest.json", json.dumps(full_report, indent=1)), ("selftest.md", format_table(outcomes))):
         partial_file = out / f"{name}.part"
         partial_file.write_text(text + "\n")
         partial_file.replace(out / name)
 
 
-def _exit_on_signal(number: int, _: object) -> None:
-    sys.exit(128 + number)
+def _exit_on_signal(signum: int, _: object) -> None:
+    sys.exit(128 + signum)
 
 
-def make_steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
+def make_steps(arch: int, archive: Path | None, num_gpus: int, out: Path) -> list[SelftestStep]:
     """Return all steps in execution order, the most valuable first, so that a time limit skips the least valuable."""
     from fused_tp.selftest.kernel_cache import TIMED_CASES
     from fused_tp.selftest.kernels import GROUPS, ONE_RANK_GROUP
@@ -141,13 +143,13 @@ def make_steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Se
     def step_command(*words: str) -> list[str]:
         return [sys.executable, "-m", "fused_tp.selftest", RESULT_PLACEHOLDER, *words]
 
-    def benchmark_command(name: str, minutes: float, only: str) -> list[str]:
+    def benchmark_command(name: str, minutes: float, case_pattern: str) -> list[str]:
         options = [
             "--quick",
             "--minutes",
             f"{minutes:g}",
             "--only",
-            only,
+            case_pattern,
             "--out",
             str(out / name),
             "--json",
@@ -168,7 +170,7 @@ def make_steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Se
         SelftestStep("smoke", step_command("smoke"), 15, 75, 2, environment=ENVIRONMENT),
         *(check_step(group, 3) for group in two_rank_groups),
     ]
-    if gpus > 1:
+    if num_gpus > 1:
         tune_command = [
             sys.executable,
             "-m",
@@ -187,19 +189,19 @@ def make_steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Se
             )
         )
     one_kernel_cases, rank_cases = TIMED_CASES
-    timed_command = benchmark_command("speed-1", 1.3, one_kernel_cases)
+    speed_command = benchmark_command("speed-1", 1.3, one_kernel_cases)
     steps_in_order.append(
-        SelftestStep("speed of matmuls and attention", timed_command, 30, 110, 5, environment=ENVIRONMENT)
+        SelftestStep("speed of matmuls and attention", speed_command, 30, 110, 5, environment=ENVIRONMENT)
     )
-    if gpus > 1:
+    if num_gpus > 1:
         # Also measures torch's fused ops, which are among the schedules.
         measuring_command = [*tune_command, "1", "--tokens", "16", "512", "4096"]
         steps_in_order.append(
             SelftestStep("speed of schedules, processes", measuring_command, 60, 240, 5, environment=tune_environment)
         )
     steps_in_order += [check_step(group, 6) for group in other_groups]
-    timed_command = benchmark_command("speed-2", 1.0, rank_cases)
-    steps_in_order.append(SelftestStep("speed of ranks", timed_command, 30, 90, 7, environment=ENVIRONMENT))
+    speed_command = benchmark_command("speed-2", 1.0, rank_cases)
+    steps_in_order.append(SelftestStep("speed of ranks", speed_command, 30, 90, 7, environment=ENVIRONMENT))
     if ncu := cuda_tool("ncu"):
         steps_in_order.append(
             SelftestStep("counters", step_command("counters", ncu), 20, 75, 8, environment=ENVIRONMENT)
@@ -226,15 +228,15 @@ class Gpus(NamedTuple):
     """GPUs of this machine.
 
     Attributes:
-        obstacle: message that says why no step can use them; empty if steps can.
+        unsupported_reason: message with the reason why no step can use them; empty if steps can.
         arch: architecture of their kernels, such as 90 for sm_90; 0 without one.
-        device_count: number of GPUs.
+        num_devices: number of GPUs.
         name: name of the first one.
     """
 
-    obstacle: str
+    unsupported_reason: str
     arch: int = 0
-    device_count: int = 0
+    num_devices: int = 0
     name: str = ""
 
 
@@ -247,12 +249,12 @@ def _find_gpus() -> Gpus:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except RuntimeError as error:
         return Gpus(f"torch finds a GPU but cannot use it ({str(error).splitlines()[0]})")
-    count = torch.cuda.device_count()
+    num_devices = torch.cuda.device_count()
     if major < 8:
-        return Gpus(f"{name} is older than sm_80", 0, count, name)
+        return Gpus(f"{name} is older than sm_80", 0, num_devices, name)
     from fused_tp.triton_kernels.device import kernel_arch
 
-    return Gpus("", kernel_arch(10 * major + minor), count, name)
+    return Gpus("", kernel_arch(10 * major + minor), num_devices, name)
 
 
 def _print_now(line: str) -> None:

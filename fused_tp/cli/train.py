@@ -44,10 +44,10 @@ def main(arguments: argparse.Namespace) -> int:
         settings = TrainSettings.from_file(arguments.config, arguments.set)
         make_folder("out", settings.out)
         if "RANK" not in os.environ:
-            ranks = settings.minimum_ranks()
-            if ranks > 1:
-                check_sizes(settings, ranks)
-                return start_ranks(ranks, arguments.config, arguments.set, max_restarts=arguments.max_restarts)
+            num_ranks = settings.minimum_ranks()
+            if num_ranks > 1:
+                check_sizes(settings, num_ranks)
+                return start_ranks(num_ranks, arguments.config, arguments.set, max_restarts=arguments.max_restarts)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         return run_rank(settings)
@@ -65,22 +65,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def start_ranks(
-    ranks: int,
+    num_ranks: int,
     config: Path,
     changes: Sequence[str] = (),
     *,
     max_restarts: int = 0,
-    quiet: bool = False,
+    is_quiet: bool = False,
 ) -> int:
-    """Train on `ranks` ranks of this machine, which torchrun starts. Return the exit code of `main`.
+    """Train on `num_ranks` ranks of this machine, which torchrun starts. Return the exit code of `main`.
 
     Args:
-        quiet: hide the ranks' output, except the last lines of a failed rank.
+        is_quiet: hide the ranks' output, except the last lines of a failed rank.
     """
     from fused_tp.cli.launch_node import RanksFailed, run_ranks
 
-    torchrun_arguments = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks)]
-    torchrun_arguments += ["--max-restarts", str(max_restarts), "--redirects", "3" if quiet else "0"]
+    torchrun_arguments = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
+    torchrun_arguments += ["--max-restarts", str(max_restarts), "--redirects", "3" if is_quiet else "0"]
     torchrun_arguments += ["-m", "fused_tp", "train", str(config)]
     for change in changes:
         torchrun_arguments += ["--set", change]
@@ -88,7 +88,7 @@ def start_ranks(
         return run_ranks(torchrun_arguments)
     except RanksFailed as error:
         has_invalid_settings = error.code == INVALID_SETTINGS_CODE
-        if quiet or not has_invalid_settings:  # otherwise the ranks have printed the reason
+        if is_quiet or not has_invalid_settings:  # otherwise the ranks have printed the reason
             print(f"fused-tp train: {error}", file=sys.stderr)
         return INVALID_SETTINGS_CODE if has_invalid_settings else 1
 

@@ -58,18 +58,20 @@ def main(arguments: argparse.Namespace) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        ranks = arguments.ranks or max(2, torch.cuda.device_count())
+        num_ranks = arguments.ranks or max(2, torch.cuda.device_count())
         if is_under_torchrun():
-            ranks = int(os.environ["WORLD_SIZE"])
-            if arguments.ranks not in (None, ranks):
-                raise ValueError(f"--ranks is {arguments.ranks}, but torchrun has started {ranks}. Omit --ranks.")
-        if ranks < 2:
-            raise ValueError(f"at least two ranks are needed, got {ranks}.")
+            num_ranks = int(os.environ["WORLD_SIZE"])
+            if arguments.ranks not in (None, num_ranks):
+                raise ValueError(f"--ranks is {arguments.ranks}, but torchrun has started {num_ranks}. Omit --ranks.")
+        if num_ranks < 2:
+            raise ValueError(f"at least two ranks are needed, got {num_ranks}.")
         has_one_gpu = device == "cuda" and not is_under_torchrun() and torch.cuda.device_count() == 1
-        if device == "cuda" and not is_under_torchrun() and not has_one_gpu and ranks > torch.cuda.device_count():
-            raise ValueError(f"--ranks must be at most {torch.cuda.device_count()}, the number of GPUs, got {ranks}.")
+        if device == "cuda" and not is_under_torchrun() and not has_one_gpu and num_ranks > torch.cuda.device_count():
+            raise ValueError(
+                f"--ranks must be at most {torch.cuda.device_count()}, the number of GPUs, got {num_ranks}."
+            )
         if not arguments.check_only and not has_one_gpu:
-            matmul_sizes_of(arguments.model, ranks)
+            matmul_sizes_of(arguments.model, num_ranks)
         for option in ("folder", "json"):
             if (path := getattr(arguments, option)) is not None:
                 make_parent_folder(f"--{option}", path / "file" if option == "folder" else path)
@@ -79,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
             method = None if is_under_torchrun() else choose_start_method(device)
             if method == "forkserver":
                 preload(["fused_tp.ops.verify"])
-            results = launch(Job(tune, arguments, ranks, device), method)
+            results = launch(Job(tune, arguments, num_ranks, device), method)
     except ValueError as error:
         print(f"fused-tp tune: {error}", file=sys.stderr)
         return 2
@@ -140,7 +142,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     with override_environment({"FUSED_TP_AUTOTUNE": folder, "FUSED_TP_SCHEDULE": ""}):
         for name in arguments.dtypes:
             dtype = getattr(torch, DTYPES[name])
-            verdicts = verify(dist.group.WORLD, device, dtype, CHECKED_SIZES, calls=arguments.calls)
+            verdicts = verify(dist.group.WORLD, device, dtype, CHECKED_SIZES, num_calls=arguments.calls)
             for op, op_verdicts in groupby(verdicts, lambda verdict: verdict.op):
                 right_schedules = []
                 for verdict in op_verdicts:
@@ -176,15 +178,15 @@ def measure_model(model: str, tokens: list[int], dtype: torch.dtype, device: tor
     from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
     group = dist.group.WORLD
-    rank, world = dist.get_rank(), dist.get_world_size()
-    column_sizes, row_sizes = matmul_sizes_of(model, world)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    column_sizes, row_sizes = matmul_sizes_of(model, world_size)
 
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
     known_calls = set(describe_choices(resolve_group(group)))
     for m in tokens:
-        rows_per_rank = -(-m // world)
+        rows_per_rank = -(-m // world_size)
         local_rows = min(rows_per_rank, max(0, m - rank * rows_per_rank))
         for k, n in column_sizes:
             # Autotuning measures an op in its first call; backward calls the ops of backward.
@@ -199,19 +201,19 @@ def measure_model(model: str, tokens: list[int], dtype: torch.dtype, device: tor
         known_calls |= set(choices)
 
 
-def matmul_sizes_of(model: str, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def matmul_sizes_of(model: str, world_size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the local sizes (k, n) of the column-parallel matmuls, and of the row-parallel ones, without experts.
 
     Experts run on other ops, which are not measured.
 
     Raises:
-        ValueError: `world` does not divide the features, or the model has no such matmuls.
+        ValueError: `world_size` does not divide the features, or the model has no such matmuls.
     """
     from fused_tp.planning.config import ParallelConfig
     from fused_tp.planning.find_shape import find_shape
 
     shape = find_shape(model)
-    ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
+    ParallelConfig(tp=world_size, sequence_parallel=False, loss_parallel=False).check(shape)
     blocks = [
         block
         for kind in shape.layer_kinds
@@ -220,12 +222,14 @@ def matmul_sizes_of(model: str, world: int) -> tuple[list[tuple[int, int]], list
     ]
     sizes = list(dict.fromkeys((block.column_features, block.row_features) for block in blocks))
     for size in (size for pair in sizes for size in pair):
-        if size % world:
-            raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; use another model.")
+        if size % world_size:
+            raise ValueError(
+                f"{world_size} ranks do not divide the {size:g} features of {shape.name}; use another model."
+            )
     if not sizes:
         raise ValueError(f"{shape.name} has no layers that tensor parallelism shards; use another model.")
-    column_sizes = [(shape.hidden, int(column_features) // world) for column_features, _ in sizes]
-    return column_sizes, [(int(row_features) // world, shape.hidden) for _, row_features in sizes]
+    column_sizes = [(shape.hidden, int(column_features) // world_size) for column_features, _ in sizes]
+    return column_sizes, [(int(row_features) // world_size, shape.hidden) for _, row_features in sizes]
 
 
 def print_now(line: str) -> None:

@@ -13,11 +13,11 @@ from functools import cache
 class Availability:
     """Truthy if a feature can be used. Otherwise `reason` is the reason, as a clause without a full stop."""
 
-    ok: bool
+    is_available: bool
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return self.ok
+        return self.is_available
 
 
 AVAILABLE = Availability(True)

@@ -59,12 +59,12 @@ class TableChoice:
 
     Attributes:
         rule: description of the rule, with its source.
-        chunks: number of chunks that the schedule splits the transfer into; None: the schedule computes the number.
+        num_chunks: number of chunks that the schedule splits the transfer into; None: the schedule computes the number.
     """
 
     schedule: str
     rule: str
-    chunks: int | None = None
+    num_chunks: int | None = None
 
 
 @cache
@@ -96,8 +96,8 @@ def _choose_cached(
     path: str | None, call_key: ScheduleKey, world_size: int, transport: str, arch: str, excluded: tuple[str, ...]
 ) -> TableChoice:
     op, dtype, _, m, k, n = call_key
-    columns = n if k is None else k  # of the communicated tensor: the gathered input or the summed output
-    transfer_bytes = m * (columns or 0) * dtype.itemsize
+    num_columns = n if k is None else k  # of the communicated tensor: the gathered input or the summed output
+    transfer_bytes = m * (num_columns or 0) * dtype.itemsize
     keys: list[str] = []
     level: Any = load_table(path)
     for level_key in (arch, transport, op):
@@ -202,8 +202,8 @@ _RULE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _check_rules(location: str, rules: Any, required: Sequence[str], optional: Sequence[str]) -> None:
     if not isinstance(rules, list):
         raise ValueError(f"{location} must be a list of rules, got {rules!r}")
-    for number, rule in enumerate(rules):
-        rule_text = f"rule {number} of {location}, {rule!r}"
+    for rule_index, rule in enumerate(rules):
+        rule_text = f"rule {rule_index} of {location}, {rule!r}"
         if not isinstance(rule, dict) or set(rule) - {*required, *optional} or set(required) - set(rule):
             raise ValueError(
                 f"{rule_text}: required are {', '.join(required)}, and optional are {', '.join(sorted(optional))}"
@@ -214,11 +214,11 @@ def _check_rules(location: str, rules: Any, required: Sequence[str], optional: S
                 raise ValueError(f"{rule_text}: {key} must be {valid_values}")
 
 
-def choose_attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:
+def choose_attention_kernel(dtype: torch.dtype, head_dim: int, is_backward: bool) -> str | None:
     """Return the kernel of the first attention rule that matches; None if no rule matches."""
     name = str(dtype).removeprefix("torch.")
     for rule in attention_rules(settings.table_path()):
-        is_match = name in rule["dtypes"] and backward == rule["backward"]
+        is_match = name in rule["dtypes"] and is_backward == rule["backward"]
         if is_match and head_dim <= rule.get("max_head_dim", head_dim):
             return str(rule["kernel"])
     return None

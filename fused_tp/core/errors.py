@@ -137,8 +137,8 @@ def describe_midway_error(error: BaseException) -> str:
 
 def join_words(words: Iterable[str]) -> str:
     """Join `words` to "1", "1 and 2" or "1, 2 and 3"."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    *first_words, last_word = words
+    return f"{', '.join(first_words)} and {last_word}" if first_words else last_word
 
 
 def _describe_ranks(missing: Mapping[int, str]) -> str:

@@ -193,7 +193,7 @@ class StartedCall:
     """A started transfer: its op, its number in the group, and its start time (time.perf_counter)."""
 
     op: str
-    number: int
+    call_number: int
     start_time: float
 
 
@@ -279,7 +279,7 @@ class GroupCalls:
 
     def error(self, error_class: type[_ErrorT], call: StartedCall, message_end: str, **fields: Any) -> _ErrorT:
         """Create an error of `call`: "<op> (call <n> of group <name>) on rank <r> of <W>", then `message_end`."""
-        fields |= {"op": call.op, "call": call.number, "group": self.group.name}
+        fields |= {"op": call.op, "call": call.call_number, "group": self.group.name}
         return error_class(_CALL_DESCRIPTION + message_end, rank=self.rank, size=self.world_size, **fields)
 
     def abort(self, call: StartedCall, error: _ErrorT) -> _ErrorT:

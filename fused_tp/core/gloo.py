@@ -117,9 +117,9 @@ def copy_to_host(x: Tensor) -> Tensor:
     return host_tensor
 
 
-def host_buffer(like: Tensor) -> Tensor:
-    """Allocate a host tensor with the shape and dtype of `like`; pinned for GPU tensors, so that copies are async."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+def host_buffer(template: Tensor) -> Tensor:
+    """Allocate a host tensor like `template` (shape and dtype); pinned for GPU tensors, so that copies are async."""
+    return torch.empty(template.shape, dtype=template.dtype, device="cpu", pin_memory=template.is_cuda)
 
 
 def copy_from_host(host_tensor: Tensor, out: Tensor) -> None:

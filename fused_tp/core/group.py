@@ -224,11 +224,11 @@ def cached_group(group: GroupLike | GroupName) -> Group | None:
     return _known_groups.get(process_group) if process_group in _pg_map else None
 
 
-def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> bool:
+def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, is_flattened: bool = False) -> bool:
     """Check that group ranks in the groups of `dims` of `mesh` equal mesh coordinates.
 
     torch numbers the ranks of a group in ascending order, regardless of their order in the mesh. So a group rank along
-    one of `dims` may depend on the coordinates in the other dims, which this check rejects. With `flattened` it also
+    one of `dims` may depend on the coordinates in the other dims, which this check rejects. With `is_flattened` it also
     checks that these group ranks, with the last dim fastest, yield the group rank in the flattened mesh.
 
     Returns:
@@ -242,12 +242,12 @@ def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool
     ranks = np.array(mesh.mesh.tolist())
     group_ranks = [ranks.argsort(dim).argsort(dim) for dim in dims]
     is_aligned = all(
-        np.array_equal(dim_ranks, np.broadcast_to(dim_ranks.take([0], other), ranks.shape))
+        np.array_equal(dim_ranks, np.broadcast_to(dim_ranks.take([0], other_dim), ranks.shape))
         for dim, dim_ranks in zip(dims, group_ranks, strict=True)
-        for other in dims
-        if other != dim
+        for other_dim in dims
+        if other_dim != dim
     )
-    if flattened and is_aligned:
+    if is_flattened and is_aligned:
         sizes = tuple(ranks.shape[dim] for dim in dims)
         is_aligned = np.array_equal(np.ravel_multi_index(group_ranks, sizes).ravel(), ranks.ravel().argsort().argsort())
     if not is_aligned:

@@ -16,8 +16,8 @@ def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
     >>> [shard_range(7, 4, r) for r in range(4)]
     [(0, 2), (2, 4), (4, 6), (6, 7)]
     """
-    chunk = -(-size // world_size)
-    return min(rank * chunk, size), min((rank + 1) * chunk, size)
+    chunk_size = -(-size // world_size)
+    return min(rank * chunk_size, size), min((rank + 1) * chunk_size, size)
 
 
 def shard_sizes(size: int, world_size: int) -> list[int]:
@@ -26,5 +26,5 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
     >>> shard_sizes(5, 4)
     [2, 2, 1, 0]
     """
-    chunk = -(-size // world_size)
-    return [max(0, min(chunk, size - rank * chunk)) for rank in range(world_size)]
+    chunk_size = -(-size // world_size)
+    return [max(0, min(chunk_size, size - rank * chunk_size)) for rank in range(world_size)]

@@ -59,15 +59,15 @@ class Setting(Generic[T]):
         SETTINGS.append(self)
 
     def __call__(self) -> T:
-        raw = RAW_ENVIRON.get(self.key)
-        last_raw, value = self._last_parsed
-        if raw != last_raw:
-            text = None if raw is None else _decode_value(raw)
+        raw_text = RAW_ENVIRON.get(self.key)
+        last_raw_text, value = self._last_parsed
+        if raw_text != last_raw_text:
+            text = None if raw_text is None else _decode_value(raw_text)
             try:
                 value = self.unset_value if text is None else self.parse(text)
             except (ValueError, KeyError):
                 raise ValueError(f"{self.name} is {text!r}; set it to {self.valid_values}.") from None
-            self._last_parsed = raw, value
+            self._last_parsed = raw_text, value
         return value
 
 
@@ -258,12 +258,12 @@ def routing_values() -> tuple[object, object, object]:
 @contextmanager
 def override_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Context manager that sets the environment variables `values`, and restores the previous ones on exit."""
-    previous = {name: os.environ.get(name) for name in values}
+    previous_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:  # not mock.patch.dict, which briefly empties the whole environment, while other threads may read it
-        for name, value in previous.items():
+        for name, value in previous_values.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -280,23 +280,23 @@ class _StoreExchange:
 
     def __init__(self, group: Group, name: str, find_lost_ranks: Callable[[], list[int]]) -> None:
         self._group, self._name, self._find_lost_ranks = group, name, find_lost_ranks
-        counts = _EXCHANGE_STATES[group].exchange_counts
-        self._number = counts[name] = counts.get(name, 0) + 1
+        exchange_counts = _EXCHANGE_STATES[group].exchange_counts
+        self._number = exchange_counts[name] = exchange_counts.get(name, 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
         # The first slice is short, so that a peer that died before the exchange is detected soon.
         self._slice_seconds = _FIRST_SLICE_SECONDS
         self._closed_since: dict[int, float] = {}  # when gloo's connections were first seen closed, by rank
 
-    def make_error(self, error_class: type[_ErrorT], sentence: str, **fields: Any) -> _ErrorT:
+    def make_error(self, error_class: type[_ErrorT], message: str, **fields: Any) -> _ErrorT:
         group = self._group
-        return error_class(sentence, op=self._name, group=group.name, rank=group.rank, size=group.size, **fields)
+        return error_class(message, op=self._name, group=group.name, rank=group.rank, size=group.size, **fields)
 
     def send(self, value: bytes) -> None:
         try:
             self._request(lambda store: _set_bytes(store, self._key(store, self._group.rank), value))
         except RuntimeError as error:
-            sentence = _STORE_IS_GONE + "send its value in {op}. Error of the store: {reason}"
-            raise self.make_error(PeerLostError, sentence, reason=str(error).splitlines()[0][:300]) from error
+            message = _STORE_IS_GONE + "send its value in {op}. Error of the store: {reason}"
+            raise self.make_error(PeerLostError, message, reason=str(error).splitlines()[0][:300]) from error
 
     def receive(self, rank: int) -> bytes:
         while True:
@@ -376,7 +376,7 @@ class _StoreExchange:
             prefix = _key_prefix(self._group, store)
             return [rank for rank in absent_ranks or () if store.check([f"{prefix}/left/{rank}"])]
 
-        return self._request_unless_dead(find_left_ranks) or [
+        return self._request_or_none_if_host_died(find_left_ranks) or [
             rank for rank in closed_ranks if absent_ranks is None or rank in absent_ranks
         ]
 
@@ -387,15 +387,15 @@ class _StoreExchange:
             key = f"{_key_prefix(self._group, store)}/failed"
             return FusedTPError.from_dict(json.loads(store.get(key))) if store.check([key]) else None
 
-        return self._request_unless_dead(request)
+        return self._request_or_none_if_host_died(request)
 
     def _find_absent_ranks(self) -> list[int] | None:
         """Return the ranks whose values are missing; None if the process that hosts the store has died."""
-        return self._request_unless_dead(
+        return self._request_or_none_if_host_died(
             lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
         )
 
-    def _request_unless_dead(self, request: Callable[[dist.Store], T]) -> T | None:
+    def _request_or_none_if_host_died(self, request: Callable[[dist.Store], T]) -> T | None:
         """Return the result of `request(store)`; None if the process that hosts the store has died."""
         try:
             return self._request(request)

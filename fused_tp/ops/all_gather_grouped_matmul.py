@@ -111,7 +111,7 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
     a.routing.check(prod(_gathered_shape(a)[:-1]))
 
     def multiply(x: Tensor) -> Tensor:
-        return grouped_linear(x, a.weight, a.routing, by_token=True)
+        return grouped_linear(x, a.weight, a.routing, has_row_per_token=True)
 
     return schedule.apply_to_gathered("all_gather_grouped_matmul", a.x_shard, a.gather_dim, a.gather_size, multiply)
 

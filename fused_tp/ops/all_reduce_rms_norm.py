@@ -71,11 +71,11 @@ def _prepare(a: _Args) -> _Args:
     return _Args(partial, residual, norm_weight, float(eps), group)
 
 
-def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_weight: Any, eps: Any) -> None:
-    """Check `residual`, `norm_weight` and `eps` for a sum of shape `shape` with the dtype and device of `like`."""
-    check_like("residual", residual, like_name, like)
+def check_norm(template_name: str, template: Tensor, shape: Any, residual: Any, norm_weight: Any, eps: Any) -> None:
+    """Check `residual`, `norm_weight` and `eps` for a sum of shape `shape` with the dtype and device of `template`."""
+    check_like("residual", residual, template_name, template)
     check_shape("residual", residual, shape, "the shape of the sum it is added to")
-    check_like("norm_weight", norm_weight, like_name, like)
+    check_like("norm_weight", norm_weight, template_name, template)
     check_shape("norm_weight", norm_weight, shape[-1:], "one for each feature")
     checked_number("eps", eps, _is_positive, "positive, or a row of zeros would be divided by zero")
 

@@ -61,14 +61,14 @@ class HeadShares:
         return accumulate_dtype(dtype) if role == "k" and self.has_repeated_heads else dtype
 
 
-def check_head_count(heads: int, ranks: int) -> None:
+def check_head_count(num_heads: int, num_ranks: int) -> None:
     """Raise ValueError unless the number of query heads is a multiple of the number of ranks."""
-    if heads % ranks:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    if num_heads % num_ranks:
+        divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ValueError(
-            f"q has {heads} heads, which must be a multiple of the {ranks} ranks. Use {divisors} ranks, ring_attention "
-            "(any number of ranks), or context_parallel_attention (heads sharded over one mesh dim, a ring over the "
-            "other)."
+            f"q has {num_heads} heads, which must be a multiple of the {num_ranks} ranks. Use {divisors} ranks, "
+            "ring_attention (any number of ranks), or context_parallel_attention (heads sharded over one mesh dim, a "
+            "ring over the other)."
         )
 
 
@@ -175,8 +175,8 @@ class _Args(NamedTuple):
 
 def _key(a: _Args) -> ScheduleKey:
     """Key for dispatch, by the size of the first exchange of a call, which sends q, k and v."""
-    tokens = a.attention.seq_len * a.xs[0].shape[0]
-    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.exchange.columns)
+    num_tokens = a.attention.seq_len * a.xs[0].shape[0]
+    return ScheduleKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, num_tokens, None, a.exchange.columns)
 
 
 def _run_swap(is_to_heads: bool, schedule: Schedule, a: _Args) -> list[Tensor]:
@@ -199,9 +199,9 @@ def _to_heads_fake(a: _Args) -> list[Tensor]:
 def _to_sequence_fake(a: _Args) -> list[Tensor]:
     results = []
     for role, x, dtype in zip(a.exchange.kinds, a.xs, a.result_dtypes(is_to_heads=False), strict=True):
-        heads = a.exchange.heads if role == "q" else a.exchange.kv_heads
+        num_heads = a.exchange.heads if role == "q" else a.exchange.kv_heads
         results.append(
-            x.new_empty((x.shape[0], a.num_rows(role, a.resolved_group.rank), heads, x.shape[3]), dtype=dtype)
+            x.new_empty((x.shape[0], a.num_rows(role, a.resolved_group.rank), num_heads, x.shape[3]), dtype=dtype)
         )
     return results
 
@@ -215,8 +215,8 @@ def _backward(reverse_op: str, s: SavedForBackward[_Args], grads: list[Tensor]) 
 def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
     arguments = checked_arguments(AttentionArguments(), q, k, v, size, 0)
     check_head_count(q.shape[2], size)
-    columns = elements_per_token(q.shape, k.shape, v.shape)
-    exchange = HeadsExchange("qkk", q.shape[2], k.shape[2], columns, False, False, False, size, 0, 1)
+    token_elements = elements_per_token(q.shape, k.shape, v.shape)
+    exchange = HeadsExchange("qkk", q.shape[2], k.shape[2], token_elements, False, False, False, size, 0, 1)
     return _Args([q, k, v], exchange, arguments, None)
 
 

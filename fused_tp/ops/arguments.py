@@ -64,18 +64,18 @@ def check_tensor(name: str, t: Any, *, min_dims: int = 1) -> None:
         raise ValueError(f"{name} has shape {tuple(t.shape)}; it needs at least {min_dims} dims.")
 
 
-def check_like(name: str, t: Any, like_name: str, like: Tensor) -> None:
-    """Check that `t` has the dtype and device of `like`."""
+def check_like(name: str, t: Any, template_name: str, template: Tensor) -> None:
+    """Check that `t` has the dtype and device of `template`."""
     check_tensor(name, t)
-    if t.dtype != like.dtype:
-        raise TypeError(f"{name} has dtype {t.dtype}, but {like_name} has {like.dtype}; convert one of them.")
-    check_device(name, t, like_name, like)
+    if t.dtype != template.dtype:
+        raise TypeError(f"{name} has dtype {t.dtype}, but {template_name} has {template.dtype}; convert one of them.")
+    check_device(name, t, template_name, template)
 
 
-def check_device(name: str, t: Tensor, like_name: str, like: Tensor) -> None:
-    """Check that `t` is on the device of `like`."""
-    if t.device != like.device:
-        raise ValueError(f"{name} is on {t.device}, but {like_name} is on {like.device}; move one of them.")
+def check_device(name: str, t: Tensor, template_name: str, template: Tensor) -> None:
+    """Check that `t` is on the device of `template`."""
+    if t.device != template.device:
+        raise ValueError(f"{name} is on {t.device}, but {template_name} is on {template.device}; move one of them.")
 
 
 def check_shape(name: str, t: Tensor, shape: Sequence[int], reason: str) -> None:

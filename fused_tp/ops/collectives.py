@@ -141,8 +141,8 @@ class _AllReduceArgs(NamedTuple):
 
 def _key(op: str, x: Tensor, shape: Sequence[int]) -> ScheduleKey:
     """Key for dispatch by the `shape` of the full tensor. It is equal on all ranks, so all select the same schedule."""
-    rows, columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
-    return ScheduleKey(op, x.dtype, x.device, rows, None, columns)
+    num_rows, num_columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+    return ScheduleKey(op, x.dtype, x.device, num_rows, None, num_columns)
 
 
 def _prepare_all_gather(a: _AllGatherArgs) -> _AllGatherArgs:

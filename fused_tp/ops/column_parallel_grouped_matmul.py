@@ -74,7 +74,7 @@ def _prepare(a: _Args) -> _Args:
 
 def _forward(schedule: Schedule | None, a: _Args) -> Tensor:
     a.routing.check(prod(a.x.shape[:-1]))
-    return grouped_linear(a.x, a.weight, a.routing, by_token=True)
+    return grouped_linear(a.x, a.weight, a.routing, has_row_per_token=True)
 
 
 def _backward(s: SavedForBackward[_Args], d_output: Tensor) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def context_parallel_attention(
     """
     ulysses_index, ring_index = _resolve_mesh_dims(mesh, ulysses_dim, ring_dim)
     is_unchecked = mesh.ndim > 1 and not is_dynamo_compiling() and mesh not in _checked_meshes
-    if is_unchecked and check_mesh_order(mesh, (0, 1), flattened=True):
+    if is_unchecked and check_mesh_order(mesh, (0, 1), is_flattened=True):
         _checked_meshes.add(mesh)
     return head_sharded_attention(
         q,
@@ -113,7 +113,7 @@ def context_parallel_attention(
             for dim in (ulysses_index, ring_index)
         ),
         # If the ring is the last dim, its ranks are adjacent in mesh order, and ranks that shard heads are strided.
-        strided=ulysses_index is not None and ring_index is not None and ring_index > ulysses_index,
+        is_strided=ulysses_index is not None and ring_index is not None and ring_index > ulysses_index,
         return_lse=return_lse,
     )
 

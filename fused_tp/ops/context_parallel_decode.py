@@ -246,12 +246,12 @@ def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
     check_shapes(q, k, v, "_cache_shard", compares_batch=not is_paged)
 
 
-def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+def _checked_integers(name: str, value: Any, expected_shape: tuple[int, ...]) -> Tensor:
     check_integers(name, value)
-    if value.ndim != len(shape) or value.shape[0] != shape[0]:
-        expected_dims = ", ".join("max_pages" if n < 0 else str(n) for n in shape)
+    if value.ndim != len(expected_shape) or value.shape[0] != expected_shape[0]:
+        expected_dims = ", ".join("max_pages" if n < 0 else str(n) for n in expected_shape)
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; it must be [{expected_dims}]; q has batch {shape[0]}."
+            f"{name} has shape {tuple(value.shape)}; it must be [{expected_dims}]; q has batch {expected_shape[0]}."
         )
     tensor: Tensor = value
     return tensor
@@ -286,9 +286,9 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
         own_output = attend_to_cache(call, q, lengths, keys, values, v.shape[3])
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
-        for part in own_output.split(a.queries_per_gather, 1):
+        for partial_output in own_output.split(a.queries_per_gather, 1):
             out, lse = merge_partial_outputs(
-                _gather_partial_outputs(part, str(a), a.tokens, schedule, group.rank), a.sinks
+                _gather_partial_outputs(partial_output, str(a), a.tokens, schedule, group.rank), a.sinks
             )
             outs.append(out.to(q.dtype))
             lses.append(lse)
@@ -298,28 +298,28 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
 def _cache_rows(
     k: Tensor, v: Tensor, page_table: Tensor | None, layout: BlockCyclicLayout, lengths: Sequence[int]
 ) -> tuple[CacheRows, CacheRows]:
-    rows_per_sequence = [layout.count_before(length) for length in lengths]
+    row_counts = [layout.count_before(length) for length in lengths]
     if page_table is None:
-        if rows_per_sequence and max(rows_per_sequence) > k.shape[1]:
-            seq = rows_per_sequence.index(max(rows_per_sequence))
+        if row_counts and max(row_counts) > k.shape[1]:
+            seq_index = row_counts.index(max(row_counts))
             raise ValueError(
-                f"sequence {seq} has {lengths[seq]} tokens, {rows_per_sequence[seq]} of them on rank {layout.rank} of "
-                f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase "
-                "the capacity."
+                f"sequence {seq_index} has {lengths[seq_index]} tokens, {row_counts[seq_index]} of them on rank "
+                f"{layout.rank} of {layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase the "
+                "capacity."
             )
         return DenseRows(k), DenseRows(v)
     pages = page_table.tolist()
-    for seq, rows in enumerate(rows_per_sequence):
-        num_pages = -(-rows // k.shape[1])
+    for seq_index, num_rows in enumerate(row_counts):
+        num_pages = -(-num_rows // k.shape[1])
         if num_pages > page_table.shape[1]:
             raise ValueError(
-                f"sequence {seq} has {rows} tokens on rank {layout.rank} and needs {num_pages} pages of {k.shape[1]} "
-                f"tokens, but page_table has {page_table.shape[1]} columns; add columns."
+                f"sequence {seq_index} has {num_rows} tokens on rank {layout.rank} and needs {num_pages} pages of "
+                f"{k.shape[1]} tokens, but page_table has {page_table.shape[1]} columns; add columns."
             )
-        if any(not 0 <= page < k.shape[0] for page in pages[seq][:num_pages]):
+        if any(not 0 <= page < k.shape[0] for page in pages[seq_index][:num_pages]):
             raise ValueError(
-                f"page_table has {pages[seq][:num_pages]} for sequence {seq} on rank {layout.rank}; pages must be 0 to "
-                f"{k.shape[0] - 1}."
+                f"page_table has {pages[seq_index][:num_pages]} for sequence {seq_index} on rank {layout.rank}; pages "
+                f"must be 0 to {k.shape[0] - 1}."
             )
     return PagedRows(k, pages), PagedRows(v, pages)
 

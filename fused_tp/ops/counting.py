@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.core.group import GroupName, group_by_name
 
-# Maps the op of a dispatch key to torch's name of the collective that it runs. A ring runs one for each of W - 1 steps.
+# Maps the op of a dispatch key to torch's name of its collective. A ring op runs that collective W - 1 times.
 _COLLECTIVE_BY_KEY_OP = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_matmul": "all_gather_into_tensor",
@@ -104,8 +104,8 @@ def _collective_names(op: Any, values: Sequence[Any]) -> list[str]:
     if op.name == "all_gather_matmul_backward":
         num_reduce_scatters = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
         return ["reduce_scatter_tensor"] * num_reduce_scatters + ["all_gather_into_tensor"] * any(a.needs_weight)
-    count = {"ring_attention": size - 1, "ring_attention_backward": 2 * (size - 1)}.get(op.name, 1)
-    return [_COLLECTIVE_BY_KEY_OP[key.op]] * count
+    num_collectives = {"ring_attention": size - 1, "ring_attention_backward": 2 * (size - 1)}.get(op.name, 1)
+    return [_COLLECTIVE_BY_KEY_OP[key.op]] * num_collectives
 
 
 def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
@@ -121,29 +121,29 @@ def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
         for length in a.cache_seqlens.tolist():
             from fused_tp.attention.layout import BlockCyclicLayout
 
-            local_keys = BlockCyclicLayout(group.size, group.rank, a.block).count_before(length)
-            yield from ((h, q, d, local_keys), (h, q, local_keys, a.v.shape[3]))
+            num_local_keys = BlockCyclicLayout(group.size, group.rank, a.block).count_before(length)
+            yield from ((h, q, d, num_local_keys), (h, q, num_local_keys, a.v.shape[3]))
     elif "grouped" in name:  # forward is one matmul; backward is one for each gradient that is needed
-        rows, count = (
+        num_rows, num_matmuls = (
             len(a.routing.tokens),
             sum(getattr(a, flag, False) for flag in _GROUPED_GRAD_FLAGS) or "backward" not in name,
         )
-        yield from [(1, rows, *a.weight.shape[1:])] * count
+        yield from [(1, num_rows, *a.weight.shape[1:])] * num_matmuls
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):
         yield 1, _num_rows(a.x), *reversed(a.weight.shape)
     elif name == "matmul_reduce_scatter_backward":
         if a.needs_x:
             yield 1, _num_rows(a.x), *a.weight.shape
     elif name in ("all_gather_matmul", "column_parallel_matmul"):
-        rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
-        yield from ((1, rows, *reversed(w.shape)) for w in a.weights)
+        num_rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
+        yield from ((1, num_rows, *reversed(w.shape)) for w in a.weights)
     elif name in ("all_gather_matmul_backward", "column_parallel_matmul_backward"):
-        rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
+        num_rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
         for w, needed in zip(a.weights, a.needs_weight, strict=True):
             if a.needs_x:
-                yield 1, rows, *w.shape
+                yield 1, num_rows, *w.shape
             if needed:
-                yield 1, w.shape[0], rows, w.shape[1]
+                yield 1, w.shape[0], num_rows, w.shape[1]
 
 
 def _num_rows(x: Tensor) -> int:

@@ -24,7 +24,7 @@ from fused_tp.backends.messages.torch_dist import backend_for_device
 from fused_tp.backends.registry import (
     SCHEDULES,
     SINGLE_RANK_DECISION,
-    Decision,
+    ScheduleDecision,
     ScheduleSpec,
     choose_by_table,
     describe_caveat,
@@ -62,8 +62,8 @@ class Explanation:
 
     op: str
     call: str
-    forward: Decision | None
-    backward: Decision | None
+    forward: ScheduleDecision | None
+    backward: ScheduleDecision | None
     provider: Provider | None = None
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def explain(
         torch.device(device) if device is not None else tensors[0].device if tensors else torch.device("cpu")
     )
 
-    def decide_schedule(name: str, key: ScheduleKey) -> Decision:
+    def decide_schedule(name: str, key: ScheduleKey) -> ScheduleDecision:
         key = key._replace(device=resolved_device)
         decision = describe_selection(key, resolved_group)
         if not is_measured(name, key, resolved_group):
@@ -128,7 +128,7 @@ def explain(
             return replace(decision, reason=f"{decision.reason}, until {autotune_clause} the first such call")
         schedule_name = choice["schedule"]
         transport = SCHEDULES[schedule_name].transport or backend_for_device(resolved_group, resolved_device.type)
-        return Decision(
+        return ScheduleDecision(
             schedule_name, transport, f"measured here: {describe_choice(choice)}{describe_caveat(schedule_name)}"
         )
 
@@ -198,13 +198,13 @@ def explain_hypothetical(
         # The links between hypothetical ranks are unknown. Assume that they support the schedule.
         if spec.transport == "shm":
             return shm_availability_here
-        if spec.devices and device_type not in spec.devices:
-            return unavailable(f"it is for {', '.join(spec.devices)}, not {device_type}")
+        if spec.device_types and device_type not in spec.device_types:
+            return unavailable(f"it is for {', '.join(spec.device_types)}, not {device_type}")
         if world_size > (spec.max_ranks or world_size):
             return unavailable(f"it supports at most {spec.max_ranks} ranks, and the group has {world_size}")
         return AVAILABLE
 
-    def decide_schedule(name: str, key: ScheduleKey) -> Decision:
+    def decide_schedule(name: str, key: ScheduleKey) -> ScheduleDecision:
         if world_size == 1:
             return SINGLE_RANK_DECISION
         reason = ""
@@ -214,7 +214,7 @@ def explain_hypothetical(
                 if not (availability := group_availability(spec)):
                     raise ValueError(f"Schedule {forced_name!r} does not support this group: {availability.reason}.")
                 forced_reason = f"FUSED_TP_SCHEDULE={forced_name} forces it{describe_caveat(forced_name)}"
-                return Decision(forced_name, spec.transport or message_backend, forced_reason)
+                return ScheduleDecision(forced_name, spec.transport or message_backend, forced_reason)
             reason = f"FUSED_TP_SCHEDULE={forced_name}, but {op_availability.reason}; "
 
         def schedule_availability(spec: ScheduleSpec) -> Availability:
@@ -226,7 +226,7 @@ def explain_hypothetical(
         if transport == "shm" and not shm_availability_here and "no one_sided" not in choice.rule:
             reason += f"; no shared memory: {shm_availability_here.reason}"
         spec = SCHEDULES[choice.schedule]
-        return Decision(spec.name, spec.transport or message_backend, reason + describe_caveat(spec.name))
+        return ScheduleDecision(spec.name, spec.transport or message_backend, reason + describe_caveat(spec.name))
 
     environment = _Environment(
         world_size, device_type, arch, decide_schedule, lambda: message_backend, fused_ring_available
@@ -249,7 +249,7 @@ class _Environment(NamedTuple):
     size: int
     device_type: str
     device_name: str
-    decide: Callable[[str, ScheduleKey], Decision]
+    decide: Callable[[str, ScheduleKey], ScheduleDecision]
     message_backend: Callable[[], str]
     fused_ring_availability: Callable[[KernelRequest], Availability]
 
@@ -283,17 +283,17 @@ def _explain_in(
         f"{name} {list(shape)}" for name, shape in zip(tensor_argument_names()[op], shapes, strict=True)
     )
     dim_text = "" if dim is None else f", dim={dim}"
-    ranks = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
-    call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks}"
+    ranks_text = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
+    call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks_text}"
     return Explanation(op, call, forward, backward, provider)
 
 
 def _fused_ring_decisions(
-    decision: Decision, availability: Availability, message_backend: str
-) -> tuple[Decision, Decision]:
+    decision: ScheduleDecision, availability: Availability, message_backend: str
+) -> tuple[ScheduleDecision, ScheduleDecision]:
     """Return the decisions for forward and backward of a fused ring. Without `availability`, forward uses messages."""
     note = availability.reason or "its backward runs step by step"
-    message_decision = Decision("pipelined", message_backend, f"{decision.reason}, but {note}")
+    message_decision = ScheduleDecision("pipelined", message_backend, f"{decision.reason}, but {note}")
     return (decision if availability else message_decision), message_decision
 
 

@@ -99,9 +99,9 @@ def _prepare(a: _Args) -> _Args:
 
 
 def _forward(schedule: Schedule, a: _Args) -> Tensor:
-    tokens = prod(a.shape)
-    a.routing.check(tokens)
-    product = GroupedProduct(a.x, a.weight, a.routing, tokens, a.scale)
+    num_tokens = prod(a.shape)
+    a.routing.check(num_tokens)
+    product = GroupedProduct(a.x, a.weight, a.routing, num_tokens, a.scale)
     return schedule.grouped_matmul_all_reduce(product).view(*a.shape, a.weight.shape[1])
 
 

@@ -102,9 +102,9 @@ def _prepare(a: _Args) -> _Args:
 
 
 def _forward(schedule: Schedule, a: _Args) -> Tensor:
-    tokens = prod(a.shape)
-    a.routing.check(tokens)
-    product = GroupedProduct(a.x, a.weight, a.routing, tokens, a.scale)
+    num_tokens = prod(a.shape)
+    a.routing.check(num_tokens)
+    product = GroupedProduct(a.x, a.weight, a.routing, num_tokens, a.scale)
     return schedule.grouped_matmul_reduce_scatter(product, a.shape, scatter_dim=a.scatter_dim)
 
 
@@ -137,7 +137,7 @@ def _gather_grads(schedule: Schedule, g: _BackwardArgs) -> tuple[Tensor, Tensor]
     size = g.shape[g.scatter_dim]
 
     def multiply(d_output: Tensor) -> tuple[Tensor, Tensor]:
-        d_rows = grouped_linear(d_output, g.weight.transpose(1, 2), g.routing, by_token=True)
+        d_rows = grouped_linear(d_output, g.weight.transpose(1, 2), g.routing, has_row_per_token=True)
         return d_rows, d_output.clone() if g.needs_d_output else d_output.new_empty(0)
 
     if g.needs_rows:
@@ -154,9 +154,9 @@ def _grads_key(g: _Args | _BackwardArgs) -> ScheduleKey:
 
 
 def _grads_fake(g: _BackwardArgs) -> tuple[Tensor, Tensor]:
-    rows, columns = len(g.routing.tokens), g.weight.shape[2]
+    num_rows, num_columns = len(g.routing.tokens), g.weight.shape[2]
     return (
-        g.dy_shard.new_empty((rows, columns) if g.needs_rows else 0),
+        g.dy_shard.new_empty((num_rows, num_columns) if g.needs_rows else 0),
         g.dy_shard.new_empty((*g.shape, g.weight.shape[1]) if g.needs_d_output else 0),
     )
 

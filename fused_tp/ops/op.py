@@ -53,8 +53,8 @@ _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
 
-# Results of the checks, reused by all calls of one shape: the schedule, its repeatable forward
-# (`Schedule.make_repeatable`), the arguments that `prepare` changes, as (index, new value), and the group's name.
+# Results of the checks, reused by all calls of one shape: the schedule, its fast forward function
+# (`Schedule.make_fast_call`), the arguments that `prepare` changes, as (index, new value), and the group's name.
 _Plan: TypeAlias = tuple["Schedule | None", "Callable[..., Any] | None", tuple[tuple[int, Any], ...], GroupName]
 _MAX_PLANS = 1024  # maximum plans per op and group, which limits the memory of programs whose shapes keep changing
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
@@ -91,10 +91,10 @@ class SavedForBackward(Generic[A]):
         self.carry: Any = None
 
     @contextmanager
-    def restrict_needs(self, to_weights: bool) -> Iterator[None]:
-        """Context manager that restricts `needs` to weights or, if not `to_weights`, to all other arguments."""
+    def restrict_needs(self, is_weight_half: bool) -> Iterator[None]:
+        """Context manager that restricts `needs` to weights or, if not `is_weight_half`, to all other arguments."""
         restricted_needs = [
-            need if (name in _WEIGHTS) == to_weights else [False] * len(need) if isinstance(need, list) else False
+            need if (name in _WEIGHTS) == is_weight_half else [False] * len(need) if isinstance(need, list) else False
             for name, need in zip(self.all_needs._fields, self.all_needs, strict=True)
         ]
         self.needs = type(self.all_needs)(*restricted_needs)
@@ -215,11 +215,11 @@ class Op(Generic[A]):
             elif value is None:
                 key = key, None
             elif value_type is list or value_type is tuple:
-                parts: list[Any] = []
+                item_keys: list[Any] = []
                 for item in value:
                     if type(item) is Tensor or type(item) is Parameter:
                         try:
-                            parts += item.shape, item.dtype, item.device, item.layout
+                            item_keys += item.shape, item.dtype, item.device, item.layout
                         except RuntimeError:
                             return self._call_without_plan(values)
                         if grad_mode and item.requires_grad:
@@ -227,8 +227,8 @@ class Op(Generic[A]):
                     elif isinstance(item, Tensor):
                         return self._call_with_subclasses(values)
                     else:
-                        parts += type(item), item
-                key = key, tuple(parts)
+                        item_keys += type(item), item
+                key = key, tuple(item_keys)
             elif isinstance(value, Tensor):
                 return self._call_with_subclasses(values)
             else:
@@ -436,7 +436,7 @@ class Op(Generic[A]):
         times. The first half stores values for the second half in `saved`, so that nothing is communicated twice.
         """
         assert self.backward is not None
-        with saved.restrict_needs(to_weights=False):
+        with saved.restrict_needs(is_weight_half=False):
             return self.backward(saved, *grads)
 
     def grad_weight(self, saved: SavedForBackward[A], *grads: Any) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class Op(Generic[A]):
         assert self.backward is not None
         if _WEIGHTS.isdisjoint(self.fields):
             return {}
-        with saved.restrict_needs(to_weights=True):
+        with saved.restrict_needs(is_weight_half=True):
             return self.backward(saved, *grads)
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -626,11 +626,11 @@ def _make_packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
         return partial(tuple.__new__, arguments)
 
     def pack(values: Sequence[Any]) -> Any:
-        parts = list(values)
+        nested_values = list(values)
         for index, nested_type in nested_types:
             stop = index + len(nested_type._fields)
-            parts[index:stop] = [tuple.__new__(nested_type, parts[index:stop])]
-        return tuple.__new__(arguments, parts)
+            nested_values[index:stop] = [tuple.__new__(nested_type, nested_values[index:stop])]
+        return tuple.__new__(arguments, nested_values)
 
     return pack
 

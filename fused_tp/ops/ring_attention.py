@@ -186,9 +186,9 @@ class _BackwardArgs(NamedTuple):
 
 def _key(a: _Args | _BackwardArgs) -> ScheduleKey:
     """Key for dispatch, by the size of the K/V of all ranks (in the dtype of q), which a plain schedule gathers."""
-    batch, _, heads, head_dim = a.k.shape
-    columns = heads * (head_dim + a.v.shape[3])
-    return ScheduleKey(RING_OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
+    batch, _, num_heads, head_dim = a.k.shape
+    num_columns = num_heads * (head_dim + a.v.shape[3])
+    return ScheduleKey(RING_OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, num_columns)
 
 
 def _select_ring(schedule: Schedule, a: _Args | _BackwardArgs) -> RingSchedule:

@@ -229,8 +229,8 @@ def _unshard_key(a: _UnshardArgs) -> ScheduleKey | None:
         return None
     if dtype not in _SENT_UNCHANGED_DTYPES:
         dtype, row_elements = torch.uint8, row_elements * dtype.itemsize
-    rows = max(local_length(a.seq_len, size, rank, a.layout) for rank in range(size))
-    return ScheduleKey("all_gather", dtype, a.x_shard.device, rows * size, None, row_elements)
+    num_rows = max(local_length(a.seq_len, size, rank, a.layout) for rank in range(size))
+    return ScheduleKey("all_gather", dtype, a.x_shard.device, num_rows * size, None, row_elements)
 
 
 def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
@@ -247,8 +247,8 @@ def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
         (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :]),
     )
     is_checked = x_shard.device.type == "cpu" or settings.check_ranks()
-    rows = max_length + (-(-_CHECKSUM_BYTES // (prod(row_shape) * x_shard.itemsize)) if is_checked else 0)
-    padded_shard = x_shard.new_zeros((rows, *row_shape))
+    num_rows = max_length + (-(-_CHECKSUM_BYTES // (prod(row_shape) * x_shard.itemsize)) if is_checked else 0)
+    padded_shard = x_shard.new_zeros((num_rows, *row_shape))
     padded_shard[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
     description = _describe_unshard(a) if is_checked else ""
     if is_checked:
@@ -279,7 +279,7 @@ def _unshard(schedule: Schedule | None, a: _UnshardArgs) -> Tensor:
         )
     out_rows = out.movedim(dim, 0)
     for rank, tokens in enumerate(rank_tokens):
-        start = rank * rows
+        start = rank * num_rows
         for r in tokens.ranges:
             out_rows[r.start : r.stop].copy_(gathered_rows[start : start + len(r)])
             start += len(r)
@@ -291,9 +291,9 @@ def _describe_unshard(a: _UnshardArgs) -> str:
     return f"layout={a.layout!r}, dim={a.dim}, full shape {a.full_shape}, dtype {a.x_shard.dtype}{documents}"
 
 
-def _checksum_bytes(rows: Tensor, ranks: int) -> Tensor:
-    """Return a view, uint8 [ranks, _CHECKSUM_BYTES], of the checksum bytes in the rows of `ranks` ranks."""
-    return rows.view(ranks, -1).view(torch.uint8)[:, -_CHECKSUM_BYTES:]
+def _checksum_bytes(rows: Tensor, num_ranks: int) -> Tensor:
+    """Return a view, uint8 [num_ranks, _CHECKSUM_BYTES], of the checksum bytes in the rows of `num_ranks` ranks."""
+    return rows.view(num_ranks, -1).view(torch.uint8)[:, -_CHECKSUM_BYTES:]
 
 
 def _unshard_backward(s: SavedForBackward[_UnshardArgs], grad: Tensor) -> dict[str, Any]:

@@ -130,8 +130,8 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         values: `args` with nested NamedTuples flattened.
     """
     input_tensors, weight_tensors = (
-        _tensors_needing_grad(op, values, of_weights=False),
-        _tensors_needing_grad(op, values, of_weights=True),
+        _tensors_needing_grad(op, values, is_weight_half=False),
+        _tensors_needing_grad(op, values, is_weight_half=True),
     )
     pending = _active_deferred_list()
     if not weight_tensors or not (input_tensors or pending is not None):
@@ -163,11 +163,11 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
     )
 
 
-def _tensors_needing_grad(op: Op[Any], values: Sequence[Any], *, of_weights: bool) -> list[Tensor]:
+def _tensors_needing_grad(op: Op[Any], values: Sequence[Any], *, is_weight_half: bool) -> list[Tensor]:
     return [
         t
         for index, value in enumerate(values)
-        if (index in op.weight_indices) == of_weights
+        if (index in op.weight_indices) == is_weight_half
         for t in (value if type(value) is list else (value,))
         if isinstance(t, Tensor) and t.requires_grad
     ]
@@ -192,22 +192,22 @@ class _SplitCall:
         self.op.setup_context(ctx, self.args, [y.detach() for y in self.outputs])
 
     def compute_gradients(
-        self, ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Any], *, of_weights: bool
+        self, ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Any], *, is_weight_half: bool
     ) -> list[Tensor | None]:
         """Compute the gradients of the tensors that `_tensors_needing_grad` returns, in the same order.
 
         `grads` are the gradients of the outputs.
         """
         op, grads_with_versions = self.op, [(d, None if d is None else d._version) for d in grads]
-        if of_weights and self.carry is not None and _are_same_grads(self.carry[0], grads_with_versions):
+        if is_weight_half and self.carry is not None and _are_same_grads(self.carry[0], grads_with_versions):
             saved.carry = self.carry[1]
-        half = op.grad_weight if of_weights else op.grad_input
+        half = op.grad_weight if is_weight_half else op.grad_input
         grads_by_name = op.run_half(ctx, half, saved, [list(grads)] if op.returns_list else grads)
-        self.carry = None if of_weights or saved.carry is None else (grads_with_versions, saved.carry)
+        self.carry = None if is_weight_half or saved.carry is None else (grads_with_versions, saved.carry)
         return [
             grad
             for index, (name, needs) in enumerate(zip(op.fields, ctx.needs, strict=True))
-            if (index in op.weight_indices) == of_weights
+            if (index in op.weight_indices) == is_weight_half
             for grad, needed in _grads_with_needs(grads_by_name.get(name), needs)
             if needed
         ]
@@ -220,9 +220,10 @@ def _grads_with_needs(grad: Any, needs: Any) -> Iterator[tuple[Tensor | None, bo
         yield from zip([None] * len(needs) if grad is None else grad, needs, strict=True)
 
 
-def _are_same_grads(first: Sequence[Any], second: Sequence[Any]) -> bool:
+def _are_same_grads(first_grads: Sequence[Any], second_grads: Sequence[Any]) -> bool:
     return all(
-        a is b and version == current_version for (a, version), (b, current_version) in zip(first, second, strict=True)
+        a is b and version == current_version
+        for (a, version), (b, current_version) in zip(first_grads, second_grads, strict=True)
     )
 
 
@@ -230,9 +231,9 @@ class _HalfFunction(Function):
     """Autograd node for one half of backward. Each tensor that gets a gradient is a separate argument."""
 
     @staticmethod
-    def forward(ctx: Any, split_call: _SplitCall, of_weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, split_call: _SplitCall, is_weight_half: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         split_call.save(ctx)
-        ctx.of_weights = of_weights
+        ctx.is_weight_half = is_weight_half
         return tuple(y.new_empty(()).expand(y.shape) for y in split_call.outputs)
 
     @staticmethod
@@ -241,7 +242,7 @@ class _HalfFunction(Function):
         return (
             None,
             None,
-            *split_call.compute_gradients(ctx, split_call.op.load_saved(ctx), grads, of_weights=ctx.of_weights),
+            *split_call.compute_gradients(ctx, split_call.op.load_saved(ctx), grads, is_weight_half=ctx.is_weight_half),
         )
 
 
@@ -284,7 +285,7 @@ class _JoinDeferredFunction(Function):
 
 @torch.no_grad()
 def _accumulate(ctx: Any, saved: SavedForBackward[Any], grads: Sequence[Tensor | None]) -> None:
-    weight_grads = ctx.split_call.compute_gradients(ctx, saved, grads, of_weights=True)
+    weight_grads = ctx.split_call.compute_gradients(ctx, saved, grads, is_weight_half=True)
     pairs = [(edge, grad) for edge, grad in zip(ctx.edges, weight_grads, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -131,29 +131,29 @@ def head_sharded_attention(
     head_group: GroupIdentity,
     ring_group: GroupIdentity,
     *,
-    strided: bool = False,
+    is_strided: bool = False,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Shard heads over `head_group`, and run ring attention over `ring_group` for each shard of heads.
 
-    Rank i of `head_group` and r of `ring_group` holds shard r * head_group.size + i of the layout; if `strided`, shard
-    i * ring_group.size + r.
+    Rank i of `head_group` and r of `ring_group` holds shard r * head_group.size + i of the layout; if `is_strided`,
+    shard i * ring_group.size + r.
     """
     check_bool(return_lse=return_lse)
-    first_shard, stride = (ring_group.rank, ring_group.size) if strided else (ring_group.rank * head_group.size, 1)
+    first_shard, stride = (ring_group.rank, ring_group.size) if is_strided else (ring_group.rank * head_group.size, 1)
     num_shards = head_group.size * ring_group.size
     q, k, v, arguments = checked_call_arguments(q, k, v, arguments, num_shards, first_shard + head_group.rank * stride)
     check_head_count(q.shape[2], head_group.size)
     if head_group.size == 1:
         out, lse = RING_ATTENTION.call_prepared(q, k, v, *arguments, ring_group.name)
         return (out, lse) if return_lse else out
-    head_shares, columns = (
+    head_shares, token_elements = (
         HeadShares(q.shape[2], k.shape[2], head_group.size),
         elements_per_token(q.shape, k.shape, v.shape),
     )
     flags = (arguments.alibi_slopes is not None, arguments.sinks is not None, return_lse)
     exchange = HeadsExchange(
-        "qkk", head_shares.num_heads, head_shares.num_kv_heads, columns, *flags, num_shards, first_shard, stride
+        "qkk", head_shares.num_heads, head_shares.num_kv_heads, token_elements, *flags, num_shards, first_shard, stride
     )
     attention_args = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), head_group.name)
     q, k, v = SEQUENCE_TO_HEADS.call_prepared([q, k, v], *exchange, *attention_args)
@@ -163,7 +163,7 @@ def head_sharded_attention(
     first_head = arguments.first_head + own_heads.start
     arguments = arguments._replace(alibi_slopes=alibi_slopes, sinks=sinks, first_head=first_head)
     if ring_group.size > 1:
-        arguments = arguments._replace(joined=head_group.size, strided=strided)
+        arguments = arguments._replace(joined=head_group.size, strided=is_strided)
     else:
         arguments = arguments._replace(layout="contiguous")
     out, lse = RING_ATTENTION.call_prepared(q, k, v, *arguments, ring_group.name)

@@ -89,7 +89,7 @@ def verify(
     dtype: torch.dtype,
     sizes: Sequence[tuple[int, int, int]],
     *,
-    calls: int = 100,
+    num_calls: int = 100,
 ) -> Iterator[OpVerdict]:
     """Verify each op on each schedule that the group supports, the plain ones first. A collective call.
 
@@ -100,7 +100,7 @@ def verify(
 
     Args:
         sizes: (m, k, n) of matmuls: rows over all ranks, features of x per rank, columns of y per rank.
-        calls: minimum number of calls for each op, size and schedule.
+        num_calls: minimum number of calls for each op, size and schedule.
 
     Raises:
         ValueError: the group has one rank.
@@ -133,7 +133,7 @@ def verify(
             record_problems(group_info, device, {check_key: _STARTED_PROBLEM})
             for example, inputs in zip(op_examples, input_sets, strict=True):
                 try:
-                    report = _check_example(schedule, example, inputs, op_group, concurrent_group, device, calls)
+                    report = _check_example(schedule, example, inputs, op_group, concurrent_group, device, num_calls)
                 except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
                     record_problems(group_info, device, {check_key: ""})
                     raise
@@ -176,7 +176,7 @@ def _check_example(
     group: dist.ProcessGroup,
     concurrent_group: dist.ProcessGroup,
     device: torch.device,
-    calls: int,
+    num_calls: int,
 ) -> dict[str, Any]:
     """Check one example on this rank, and return its report.
 
@@ -192,7 +192,9 @@ def _check_example(
             report["bits"] = [
                 tensor_checksum(t) for results_and_grads in first_results for t in results_and_grads[:num_results]
             ]
-            for situation, repeated_results in _situations(example, input_sets, group, concurrent_group, device, calls):
+            for situation, repeated_results in _situations(
+                example, input_sets, group, concurrent_group, device, num_calls
+            ):
                 for set_index, results_and_grads in repeated_results:
                     if not all(map(torch.equal, results_and_grads, first_results[set_index])):
                         difference = describe_difference(results_and_grads, first_results[set_index])
@@ -214,7 +216,7 @@ def _situations(
     group: dist.ProcessGroup,
     concurrent_group: dist.ProcessGroup,
     device: torch.device,
-    calls: int,
+    num_calls: int,
 ) -> Iterator[tuple[str, RepeatedResults]]:
     """Yield (situation, iterator over calls in this situation), for each situation of the module's docstring.
 
@@ -222,7 +224,7 @@ def _situations(
     """
 
     def call_repeatedly() -> RepeatedResults:
-        for call_index in range(calls):
+        for call_index in range(num_calls):
             yield call_index % 2, _run_with_gradients(example, input_sets[call_index % 2], group)
 
     def call_with_late_rank() -> RepeatedResults:
@@ -313,8 +315,8 @@ def _make_inputs(
 
 def make_examples(world_size: int, m: int, k: int, n: int) -> list[Example]:
     """Return the examples of all verified ops for one size; `m`, `k`, `n` are as in `verify`."""
-    max_rows = -(-m // world_size)
-    rows = [min(max_rows, max(0, m - rank * max_rows)) for rank in range(world_size)]
+    max_rows_per_rank = -(-m // world_size)
+    row_counts = [min(max_rows_per_rank, max(0, m - rank * max_rows_per_rank)) for rank in range(world_size)]
 
     def reference_gather(ranks: TensorsByRank) -> TensorsByRank:
         x = torch.cat([x for x, *_ in ranks])
@@ -324,7 +326,7 @@ def make_examples(world_size: int, m: int, k: int, n: int) -> list[Example]:
         return torch.stack([x @ weights[0].t() if weights else x for x, *weights in ranks]).sum(0)
 
     def reference_scatter(ranks: TensorsByRank) -> TensorsByRank:
-        return [[part] for part in reference_sum(ranks).split(rows)]
+        return [[shard] for shard in reference_sum(ranks).split(row_counts)]
 
     def reference_reduce(ranks: TensorsByRank) -> TensorsByRank:
         return [[reference_sum(ranks)]] * world_size
@@ -335,17 +337,17 @@ def make_examples(world_size: int, m: int, k: int, n: int) -> list[Example]:
         return [[residual * scale * ranks[0][3], residual]] * world_size
 
     def reference_attention(ranks: TensorsByRank) -> TensorsByRank:
-        q, keys, values = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*ranks, strict=True))
+        q, keys, values = (torch.cat(shards, 1).transpose(1, 2) for shards in zip(*ranks, strict=True))
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
-        return [[part] for part in out.split(max_rows, 1)]
+        return [[shard] for shard in out.split(max_rows_per_rank, 1)]
 
     gather = partial(all_gather_matmul, gather_size=m)
     norm = partial(matmul_all_reduce_rms_norm, eps=EPS)
     attend = partial(ring_attention, causal=True, layout="contiguous")
-    shard_shapes, column_shapes = [[(num_rows, k), (n, k)] for num_rows in rows], [[(m, k), (n, k)]] * world_size
+    shard_shapes, column_shapes = [[(num_rows, k), (n, k)] for num_rows in row_counts], [[(m, k), (n, k)]] * world_size
     normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world_size
     qkv_shapes = [
-        [(1, max_rows, max(1, n // HEAD_DIM), HEAD_DIM)] * 3
+        [(1, max_rows_per_rank, max(1, n // HEAD_DIM), HEAD_DIM)] * 3
     ] * world_size  # equal shards: uneven ones need the layout
     gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)
     scatter_rows = partial(collectives.reduce_scatter, dim=0)
@@ -356,7 +358,7 @@ def make_examples(world_size: int, m: int, k: int, n: int) -> list[Example]:
         Example(
             "matmul_all_reduce_rms_norm", norm, reference_norm, normed_shapes, frozenset({2, 3}), has_one_result=True
         ),
-        Example("all_gather", gather_rows, reference_gather, [[(num_rows, k)] for num_rows in rows]),
+        Example("all_gather", gather_rows, reference_gather, [[(num_rows, k)] for num_rows in row_counts]),
         Example("reduce_scatter", scatter_rows, reference_scatter, [[(m, n)]] * world_size),
         Example("all_reduce", collectives.all_reduce, reference_reduce, [[(m, n)]] * world_size, has_one_result=True),
         Example("ring_attention", attend, reference_attention, qkv_shapes),

@@ -129,8 +129,8 @@ def _prepare(a: _Args) -> _Args:
 
 def _key(a: _Args) -> ScheduleKey:
     dtype = accumulate_dtype(a.logits_shard.dtype)
-    rows = prod(a.logits_shard.shape[:-1])
-    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, rows, None, _NUM_STATISTICS)
+    num_rows = prod(a.logits_shard.shape[:-1])
+    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, num_rows, None, _NUM_STATISTICS)
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:

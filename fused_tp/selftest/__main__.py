@@ -55,22 +55,33 @@ def compile_kernels(arch: int, archive: str) -> int:
     from fused_tp.selftest.kernel_cache import compile_for
     from fused_tp.triton_kernels.archive import cache_folder, install_shipped_kernels, unpack
 
-    unpacked_count, problem = 0, ""
+    num_unpacked, problem = 0, ""
     try:
-        unpacked_count += install_shipped_kernels() + (unpack(Path(archive), cache_folder()) if archive else 0)
+        num_unpacked += install_shipped_kernels() + (unpack(Path(archive), cache_folder()) if archive else 0)
     except (ValueError, OSError) as error:  # not fatal: the kernels are compiled below
         problem = str(error)
         print_line(f"WRONG  {problem}")
     result = compile_for(arch, len(os.sched_getaffinity(0)))
-    new_count = result.kernels - result.found
-    note = f"{result.kernels} kernels for sm_{arch}, {new_count} compiled, {unpacked_count} from archives"
-    if archive and not problem and not result.found:
+    num_compiled = result.num_kernels - result.num_cached
+    note = f"{result.num_kernels} kernels for sm_{arch}, {num_compiled} compiled, {num_unpacked} from archives"
+    if archive and not problem and not result.num_cached:
         note += f"; {archive} has none of them: it was built from other sources, or for another Triton or GPU"
-    save_findings({**result._asdict(), "arch": arch, "from archives": unpacked_count, "archive": problem, "note": note})
-    for text in result.failed:
+    save_findings(
+        {
+            "kernels": result.num_kernels,
+            "found": result.num_cached,
+            "failed": result.failures,
+            "seconds": result.seconds,
+            "arch": arch,
+            "from archives": num_unpacked,
+            "archive": problem,
+            "note": note,
+        }
+    )
+    for text in result.failures:
         print_line(f"WRONG  {text}")
     print_line(f"{note}, {result.seconds:.0f} s")
-    return int(bool(result.failed) or bool(problem))
+    return int(bool(result.failures) or bool(problem))
 
 
 def run_smoke_test() -> int:
@@ -84,7 +95,7 @@ def run_smoke_test() -> int:
 
 
 def check_kernels(group: str, first_case: int = 0) -> int:
-    """Check the cases of `group` from number `first_case` on. After a case that raises, the rest runs in a new process.
+    """Check the cases of `group` from index `first_case` on. After a case that raises, the rest runs in a new process.
 
     After an illegal memory access, every later CUDA call of a process fails, and a kernel that hangs occupies its SMs.
     A new process has a new CUDA context, and the exit of the old one stops its kernels. An op that has raised an error
@@ -105,22 +116,22 @@ def check_kernels(group: str, first_case: int = 0) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     cases = [case for case in CASES if case.group == group]
-    for number, case in enumerate(cases[first_case:], first_case):
+    for case_index, case in enumerate(cases[first_case:], first_case):
         save(case.name)
         if case.op in skipped_ops:
             result = CaseResult(f"not tried: {case.op} raised an error or timed out in an earlier case")
         else:
             result = run_case(case, device)
-        if result.raised or (result.problem and result.seconds > COSTLY_SECONDS):
+        if result.has_raised or (result.problem and result.seconds > COSTLY_SECONDS):
             skipped_ops.append(case.op)
         problems[case.name] = result.problem
         save()
         print_line(
             f"{'WRONG' if result.problem else 'right'}  {case.name}{': ' * bool(result.problem)}{result.problem}"
         )
-        if result.raised and number + 1 < len(cases):
+        if result.has_raised and case_index + 1 < len(cases):
             print_line("the remaining cases run in a new process")
-            command = ["-m", "fused_tp.selftest", sys.argv[1], "kernels", group, str(number + 1)]
+            command = ["-m", "fused_tp.selftest", sys.argv[1], "kernels", group, str(case_index + 1)]
             os.execv(sys.executable, [sys.executable, *command])
     return int(any(problems.values()))
 

@@ -34,15 +34,15 @@ class CompileResult(NamedTuple):
     """Result of compiling.
 
     Attributes:
-        kernels: number of kernels that the selftest launches.
-        found: number of kernels that were already in the cache.
-        failed: a message for each kernel that does not compile.
+        num_kernels: number of kernels that the selftest launches.
+        num_cached: number of kernels that were already in the cache.
+        failures: a message for each kernel that does not compile.
         seconds: total time.
     """
 
-    kernels: int
-    found: int
-    failed: list[str]
+    num_kernels: int
+    num_cached: int
+    failures: list[str]
     seconds: float
 
 
@@ -69,15 +69,15 @@ class LaunchRecorder:
 
     Attributes:
         keys: name and cache key of each kernel.
-        hits: number of kernels of this process's share that were already in the cache.
-        failed: a message for each kernel that does not compile.
+        num_hits: number of kernels of this process's share that were already in the cache.
+        failures: a message for each kernel that does not compile.
     """
 
-    def __init__(self, arch: int, worker: int, workers: int) -> None:
+    def __init__(self, arch: int, worker: int, num_workers: int) -> None:
         self.keys: set[str] = set()
-        self.hits = 0
-        self.failed: list[str] = []
-        self._arch, self._worker, self._workers = arch, worker, workers
+        self.num_hits = 0
+        self.failures: list[str] = []
+        self._arch, self._worker, self._num_workers = arch, worker, num_workers
         # .compiles_current: True if this process has to compile the kernel that the current thread is launching.
         self._thread_state = threading.local()
         self._deferred_compilations: list[Callable[[], object]] = []
@@ -93,7 +93,7 @@ class LaunchRecorder:
     def skip_compilation(self, *, key: str, fn: Any, **_: Any) -> bool:
         """Record the kernel; Triton's hook before compilation. Returns True, which skips the compilation."""
         kernel_key = f"{fn.name} {key}"
-        is_own = self._workers > 0 and zlib.crc32(kernel_key.encode()) % self._workers == self._worker
+        is_own = self._num_workers > 0 and zlib.crc32(kernel_key.encode()) % self._num_workers == self._worker
         self._thread_state.compiles_current = is_own and kernel_key not in self.keys
         self.keys.add(kernel_key)
         return True
@@ -106,21 +106,21 @@ class LaunchRecorder:
                 try:
                     compilation()
                 except Exception as error:
-                    self.failed.append(f"for sm_{self._arch}: {type(error).__name__}: {str(error)[-300:]}")
+                    self.failures.append(f"for sm_{self._arch}: {type(error).__name__}: {str(error)[-300:]}")
 
     def count_cache_hit(self, *, cache_hit: bool, **_: Any) -> None:
         """Count cache hits; Triton's hook after a kernel was compiled or found in the cache."""
-        self.hits += cache_hit
+        self.num_hits += cache_hit
 
 
 @contextlib.contextmanager
-def record_launches(arch: int, worker: int = 0, workers: int = 0) -> Iterator[LaunchRecorder]:
+def record_launches(arch: int, worker: int = 0, num_workers: int = 0) -> Iterator[LaunchRecorder]:
     """Context manager that records launches on CPU tensors for `arch` instead of running them.
 
     Args:
         arch: architecture to compile for, such as 90.
-        worker: index of this process among `workers`.
-        workers: number of processes that share the compilations; 0: nothing is compiled.
+        worker: index of this process among `num_workers`.
+        num_workers: number of processes that share the compilations; 0: nothing is compiled.
     """
     import triton
     from triton.runtime.driver import driver
@@ -128,7 +128,7 @@ def record_launches(arch: int, worker: int = 0, workers: int = 0) -> Iterator[La
     from fused_tp.triton_kernels import archive
     from fused_tp.triton_kernels.device import KNOWN_GPUS, assume_gpu
 
-    recorder, run = LaunchRecorder(arch, worker, workers), triton.JITFunction.run
+    recorder, run = LaunchRecorder(arch, worker, num_workers), triton.JITFunction.run
 
     def launch(kernel: Any, *arguments: Any, **keywords: Any) -> None:
         recorder.launch(run, kernel, *arguments, **keywords)
@@ -155,24 +155,28 @@ def _triton_knobs() -> Any:
     return triton.knobs
 
 
-def compile_for(arch: int, workers: int) -> CompileResult:
-    """Compile all kernels that the selftest launches for `arch` into Triton's disk cache, in `workers` processes."""
-    started = time.monotonic()
+def compile_for(arch: int, num_workers: int) -> CompileResult:
+    """Compile all kernels that the selftest launches for `arch` into Triton's disk cache, in several processes."""
+    start_seconds = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        shares = list(pool.map(_compile_share, [arch] * workers, range(workers), [workers] * workers))
-    count = len(set().union(*(keys for keys, _, _ in shares)))
-    failed = sorted({text for _, _, share_failures in shares for text in share_failures})
-    return CompileResult(count, sum(hits for _, hits, _ in shares), failed, time.monotonic() - started)
+    with concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+        shares = list(pool.map(_compile_share, [arch] * num_workers, range(num_workers), [num_workers] * num_workers))
+    num_kernels = len(set().union(*(keys for keys, _, _ in shares)))
+    failures = sorted({text for _, _, share_failures in shares for text in share_failures})
+    return CompileResult(
+        num_kernels, sum(num_hits for _, num_hits, _ in shares), failures, time.monotonic() - start_seconds
+    )
 
 
-def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
+def _compile_share(arch: int, worker: int, num_workers: int) -> tuple[set[str], int, list[str]]:
     torch.set_num_threads(1)  # there is a process for each core
-    recorder = record_all_launches(arch, worker, workers)
-    return recorder.keys, recorder.hits, recorder.failed
+    recorder = record_all_launches(arch, worker, num_workers)
+    return recorder.keys, recorder.num_hits, recorder.failures
 
 
-def record_all_launches(arch: int, worker: int = 0, workers: int = 0, *, include_timed: bool = True) -> LaunchRecorder:
+def record_all_launches(
+    arch: int, worker: int = 0, num_workers: int = 0, *, include_timed: bool = True
+) -> LaunchRecorder:
     """Record the launches of all cases of `kernels.CASES` and, with `include_timed`, of the timed calls.
 
     See `record_launches` for the other arguments.
@@ -183,7 +187,7 @@ def record_all_launches(arch: int, worker: int = 0, workers: int = 0, *, include
     distinct_cases = {
         (case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.is_compiled_ahead
     }
-    with record_launches(arch, worker, workers) as recorder:
+    with record_launches(arch, worker, num_workers) as recorder:
         for case in distinct_cases.values():
             kernels.launch_only(case)
             recorder.compile()
@@ -202,16 +206,16 @@ def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
 
     library_names = {gpu_matmul.CUBLAS, *gpu_attention.BACKENDS}
     context = RecordedContext(arch, KNOWN_GPUS[arch].sms)
-    for case in gpu.cases(quick=True):
+    for case in gpu.cases(is_quick=True):
         is_timed = any(re.search(pattern, case.name) for pattern in TIMED_CASES)
         if is_timed and case.make.__module__ in (gpu_matmul.__name__, gpu_attention.__name__):
             yield partial(_run_once, case, context, library_names)
 
 
 def _run_once(case: Any, context: Any, library_names: set[str]) -> None:
-    for name, make in case.make(context, **case.parameters).items():
+    for name, make_contestant in case.make(context, **case.parameters).items():
         if name not in library_names:
-            make().run()
+            make_contestant().run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,19 +228,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--arch", type=int, choices=KNOWN_GPUS, required=True, help="architecture of the kernels: 90 for sm_90"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.tar.xz")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--processes", type=int, default=cores, metavar="N", help=f"({cores})")
+    num_cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=num_cores, metavar="N", help=f"({num_cores})")
     options = parser.parse_args(arguments)
     if options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     with tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder:
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-            compiled = compile_for(options.arch, options.processes)
-        count = pack(Path(folder), options.out)
-    print(*compiled.failed, sep="\n", file=sys.stderr, end="")
+            result = compile_for(options.arch, options.processes)
+        num_packed = pack(Path(folder), options.out)
+    print(*result.failures, sep="\n", file=sys.stderr, end="")
     size = options.out.stat().st_size / 1e6
-    print(f"{count} kernels for sm_{options.arch} in {compiled.seconds:.0f} s: {options.out}, {size:.1f} MB")
-    return int(bool(compiled.failed) or count != compiled.kernels)
+    print(f"{num_packed} kernels for sm_{options.arch} in {result.seconds:.0f} s: {options.out}, {size:.1f} MB")
+    return int(bool(result.failures) or num_packed != result.num_kernels)
 
 
 if __name__ == "__main__":

@@ -110,10 +110,10 @@ def sum_call(
     inner_sizes = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
 
     def make_pair(r: int, i: int, width: int) -> tuple[Tensor, Tensor]:
-        size, number = width + r % 2 * uneven, 1000 * seed + 100 * i + r
+        size, pair_seed = width + r % 2 * uneven, 1000 * seed + 100 * i + r
         x, w = (
-            random_normal(rows, size, dtype=dtype, device=device, seed=number + offset)
-            for offset, rows in ((0, m), (50, n))
+            random_normal(num_rows, size, dtype=dtype, device=device, seed=pair_seed + offset)
+            for offset, num_rows in ((0, m), (50, n))
         )
         return x, w
 
@@ -272,20 +272,20 @@ def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int)
     own_heads = slice(2 * rank.rank, 2 * rank.rank + 2)
     heads = torch.cat(tokens, 1)[:, :, own_heads].contiguous()
 
-    def collect(device: DeviceCollectives) -> list[Tensor]:
-        results = [device.all_gather(own_term)]
+    def collect(collectives: DeviceCollectives) -> list[Tensor]:
+        results = [collectives.all_gather(own_term)]
         for algorithm in ("one_shot", "two_shot"):
             results += [
-                device.all_reduce(own_term, algorithm, bias),
-                *device.all_reduce_rms_norm(own_term, residual, weight, EPS, algorithm),
+                collectives.all_reduce(own_term, algorithm, bias),
+                *collectives.all_reduce_rms_norm(own_term, residual, weight, EPS, algorithm),
             ]
         return results
 
-    def exchange(device: DeviceCollectives) -> list[Tensor]:
+    def exchange(collectives: DeviceCollectives) -> list[Tensor]:
         return [
-            device.reduce_scatter(own_term, None, bias),
-            device.sequence_to_heads(own_tokens),
-            device.heads_to_sequence(heads),
+            collectives.reduce_scatter(own_term, None, bias),
+            collectives.sequence_to_heads(own_tokens),
+            collectives.heads_to_sequence(heads),
         ]
 
     def reference() -> list[Tensor]:
@@ -336,8 +336,8 @@ def attention_magnitudes(
     scores, q64, k64, v64 = _scores64(q, k, v, mask)
     weights = torch.softmax(scores, -1).nan_to_num()  # NaN in rows without keys
 
-    def sum_groups(squares: Tensor, heads: int) -> Tensor:
-        return squares.unflatten(1, (heads, -1)).sum(2).sqrt().transpose(1, 2)
+    def sum_groups(squares: Tensor, num_heads: int) -> Tensor:
+        return squares.unflatten(1, (num_heads, -1)).sum(2).sqrt().transpose(1, 2)
 
     heads, kv_heads = q.shape[2], k.shape[2]
     magnitudes: list[Tensor | None] = [sum_groups(weights.square() @ v64.square(), heads), None]
@@ -379,26 +379,26 @@ def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tens
     the result, unless `call.magnitudes` overrides it.
     """
     magnitudes = call.magnitudes() if call.magnitudes else [None] * len(results)
-    for number, (result, expected) in enumerate(zip(results, reference or call.reference(), strict=True)):
+    for result_index, (result, expected) in enumerate(zip(results, reference or call.reference(), strict=True)):
         if result.shape != expected.shape:
-            return f"result {number} has shape {tuple(result.shape)}, not {tuple(expected.shape)}"
+            return f"result {result_index} has shape {tuple(result.shape)}, not {tuple(expected.shape)}"
         if not expected.numel():
             continue
         is_finite = expected.isfinite()
         if not bool(((result == expected) | is_finite).all()):
-            return f"result {number} differs where fp64 is infinite"
-        if number == 1 and call.has_lse:
+            return f"result {result_index} differs where fp64 is infinite"
+        if result_index == 1 and call.has_lse:
             allowed_error = 1e-3 * (1 + expected.abs())
         else:
-            magnitude = magnitudes[number]
+            magnitude = magnitudes[result_index]
             size = torch.where(is_finite, expected, 0).square().mean().sqrt() if magnitude is None else magnitude
             sum_error = 8 * torch.finfo(torch.float32).eps * call.term_count**0.5 * size
             allowed_error = 3 * torch.finfo(result.dtype).eps * (expected.abs() + size) + sum_error
         error = torch.where(is_finite, (result.double() - expected).abs(), 0)
         if bool((is_wrong := ~(error <= allowed_error) & is_finite).any()):
-            worst = float((error / allowed_error)[is_wrong].max())
-            part = f"{int(is_wrong.sum())} of {is_wrong.numel()} elements of result {number}"
-            return f"{part} differ from fp64 by up to {worst:.3g} times the allowed error"
+            worst_ratio = float((error / allowed_error)[is_wrong].max())
+            wrong_elements = f"{int(is_wrong.sum())} of {is_wrong.numel()} elements of result {result_index}"
+            return f"{wrong_elements} differ from fp64 by up to {worst_ratio:.3g} times the allowed error"
     return ""
 
 
@@ -436,7 +436,7 @@ def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_
 
 
 class _CheckedCollectives(DeviceCollectives):
-    """Collectives of csrc/cuda with the method `expired` of kernel workspaces."""
+    """Collectives of csrc/cuda with the method `expired_wait` of kernel workspaces."""
 
     def expired_wait(self) -> str | None:
         """Return the error message if a call has failed, else None."""
@@ -448,7 +448,8 @@ def _make_collectives(rank: LocalRank, calls: Sequence[RankCall]) -> _CheckedCol
     with rank.in_turn():
         one_rank_collectives = _CheckedCollectives(LocalGroup(1, rank.device).rank(0))
         results = [result for call in calls for result in call.launch(one_rank_collectives)]
-        # An all-gather returns world_size times the single rank's result: reserve memory in torch's pool.
+        # An all-gather's result is world_size times as large as the one-rank result. Reserve that memory in torch's
+        # caching allocator now, so that no call allocates while kernels wait for each other.
         reserved_results = [result.new_empty(rank.world_size, *result.shape) for result in results]
         rank.synchronize()
         del reserved_results, results

@@ -97,12 +97,12 @@ class CaseResult(NamedTuple):
 
     Attributes:
         problem: description of the problem; "" if there is none.
-        raised: True if an error was raised; later GPU results of this process are then unreliable.
+        has_raised: True if an error was raised; later GPU results of this process are then unreliable.
         seconds: duration of the case.
     """
 
     problem: str
-    raised: bool = False
+    has_raised: bool = False
     seconds: float = 0.0
 
 
@@ -113,16 +113,16 @@ def check(case: KernelCase, device: torch.device) -> str:
 
 def run_case(case: KernelCase, device: torch.device) -> CaseResult:
     """Check a case on `device` and return its result."""
-    started = time.monotonic()
+    start_seconds = time.monotonic()
     # A single rank may run under a tool such as compute-sanitizer, which slows it down.
     timeout_seconds = 4 * CASE_SECONDS if case.group == ONE_RANK_GROUP else CASE_SECONDS
     try:
         problems = run_local(case.world, _check_on_rank, case, device=device, timeout=timeout_seconds)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return CaseResult(text, True, time.monotonic() - started)
+        return CaseResult(text, True, time.monotonic() - start_seconds)
     problem = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
-    return CaseResult(problem, False, time.monotonic() - started)
+    return CaseResult(problem, False, time.monotonic() - start_seconds)
 
 
 def _make_calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
@@ -142,28 +142,32 @@ def _check_on_rank(rank: LocalRank, case: KernelCase) -> str:
     random_generator = random.Random(rank.rank)
     calls = _make_calls(rank, case)
     # Order of the calls: repetitions of a call are as far apart as possible.
-    call_order = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
+    call_order = [call_index % len(calls) for call_index in range(len(case.shapes) * case.repeats)]
     references = [call.reference() for call in calls]
     workspace = make_workspace(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
-    poison([calls[number] for number in call_order], [references[number] for number in call_order], case.dtype)
+    poison(
+        [calls[call_index] for call_index in call_order],
+        [references[call_index] for call_index in call_order],
+        case.dtype,
+    )
     rank.barrier()
     results: list[list[Tensor]] = []
-    for number in call_order:
+    for call_index in call_order:
         if rank.rank in case.late_ranks and rank.device.type == "cuda" and random_generator.random() < 0.6:
             torch.cuda._sleep(int(random_generator.random() * 2 * CYCLES_PER_MS))
-        results.append(calls[number].launch(workspace))
+        results.append(calls[call_index].launch(workspace))
     rank.synchronize()
     problem = _find_problem(
         calls, references, call_order, results, None if workspace is None else workspace.expired_wait()
     )
     results_of_ranks = rank.exchange(results)
-    for number, call in enumerate(calls):
+    for call_index, call in enumerate(calls):
         if (
             call.is_replicated
             and not problem
-            and not all(map(torch.equal, results[number], results_of_ranks[0][number]))
+            and not all(map(torch.equal, results[call_index], results_of_ranks[0][call_index]))
         ):
-            problem = f"call {number} returned different bits than on rank 0"
+            problem = f"call {call_index} returned different bits than on rank 0"
     return problem
 
 
@@ -176,12 +180,12 @@ def _find_problem(
 ) -> str:
     if timeout_message is not None:
         return str(timeout_message)
-    for number, (call, result) in enumerate(zip(calls, results, strict=False)):
-        if problem := error_of(call, result, references[number]):
-            return f"call {number}: {problem}"
-    for number, result in zip(call_order, results, strict=True):
-        if not all(map(torch.equal, results[number], result)):
-            return f"call {number} returned different bits when repeated"
+    for call_index, (call, result) in enumerate(zip(calls, results, strict=False)):
+        if problem := error_of(call, result, references[call_index]):
+            return f"call {call_index}: {problem}"
+    for call_index, result in zip(call_order, results, strict=True):
+        if not all(map(torch.equal, results[call_index], result)):
+            return f"call {call_index} returned different bits when repeated"
     return ""
 
 
@@ -193,9 +197,9 @@ def poison(calls: Sequence[RankCall], references: Sequence[Sequence[Tensor]], dt
     """
     nan = float("nan")
     nan_tensors = [
-        torch.full_like(result, nan, dtype=torch.float32 if call.has_lse and number == 1 else dtype)
+        torch.full_like(result, nan, dtype=torch.float32 if call.has_lse and result_index == 1 else dtype)
         for call, results in zip(calls, references, strict=True)
-        for number, result in enumerate(results)
+        for result_index, result in enumerate(results)
     ]
     del nan_tensors
 

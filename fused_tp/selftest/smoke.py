@@ -40,8 +40,8 @@ def run_smoke_checks(
             for op in ("attention", "reduce_scatter", "direct", "ring")
         },
         # Near the end, because a stream wait has no timeout: if it hangs, the later checks do not run.
-        "memory operations of a stream": partial(check_memory_operations, in_graph=False),
-        "memory operations in a CUDA graph": partial(check_memory_operations, in_graph=True),
+        "memory operations of a stream": partial(check_memory_operations, is_in_graph=False),
+        "memory operations in a CUDA graph": partial(check_memory_operations, is_in_graph=True),
         "one kernel: copied": partial(check_one_kernel, op="copied"),
     }
     for name, check in checks.items():
@@ -56,15 +56,15 @@ def run_smoke_checks(
     return findings, failures
 
 
-def _measure_milliseconds(run: Callable[[], object], calls: int = 10) -> float:
+def _measure_milliseconds(run: Callable[[], object], num_calls: int = 10) -> float:
     run()
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start_event.record()
-    for _ in range(calls):
+    for _ in range(num_calls):
         run()
     end_event.record()
     end_event.synchronize()
-    return start_event.elapsed_time(end_event) / calls
+    return start_event.elapsed_time(end_event) / num_calls
 
 
 def measure_matmul_tflops(device: torch.device) -> float:
@@ -88,34 +88,34 @@ def read_driver_attributes(device: torch.device) -> dict[str, Any]:
     }
 
 
-def check_memory_operations(device: torch.device, *, in_graph: bool) -> str:
-    """Let a stream write a word, wait for it, and write it again, in one batch; without `in_graph` also many times."""
+def check_memory_operations(device: torch.device, *, is_in_graph: bool) -> str:
+    """Let a stream write a word, wait for it, and write it again, in one batch; outside of graphs also many times."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
 
-    def submit_operations(count: int) -> None:
-        batch = (ctypes.c_uint64 * (6 * count))()  # 48 bytes each: kind, address, value, flags
-        for number in range(count):
-            kind, value = (_WRITE_64, 7) if number == 0 else (_WAIT_64, 7) if number == 1 else (_WRITE_64, 9)
-            batch[6 * number : 6 * number + 4] = [kind, word.data_ptr(), value, _GEQ]
-        status = cuda.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, 0)
+    def submit_operations(num_operations: int) -> None:
+        batch = (ctypes.c_uint64 * (6 * num_operations))()  # 48 bytes each: kind, address, value, flags
+        for index in range(num_operations):
+            kind, value = (_WRITE_64, 7) if index == 0 else (_WAIT_64, 7) if index == 1 else (_WRITE_64, 9)
+            batch[6 * index : 6 * index + 4] = [kind, word.data_ptr(), value, _GEQ]
+        status = cuda.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), num_operations, batch, 0)
         if status:
-            raise RuntimeError(f"cuStreamBatchMemOp failed for a batch of {count} (CUresult {status})")
+            raise RuntimeError(f"cuStreamBatchMemOp failed for a batch of {num_operations} (CUresult {status})")
 
     torch.cuda.synchronize(device)
-    if in_graph:
+    if is_in_graph:
         cuda_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(cuda_graph, stream=stream):
             submit_operations(3)
         cuda_graph.replay()
     else:
         with torch.cuda.stream(stream):
-            for count in (3, _MAX_BATCH):
-                submit_operations(count)
+            for num_operations in (3, _MAX_BATCH):
+                submit_operations(num_operations)
     torch.cuda.synchronize(device)
     if int(word) != 9:
         raise RuntimeError(f"the last word that the stream wrote must be 9, got {int(word)}")
-    return "in one batch of 3" if in_graph else f"in batches of 3 and {_MAX_BATCH}"
+    return "in one batch of 3" if is_in_graph else f"in batches of 3 and {_MAX_BATCH}"
 
 
 def check_device_library(device: torch.device) -> str:

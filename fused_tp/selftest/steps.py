@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,13 @@ class Outcome:
     state: str
     seconds: float = 0.0
     note: str = ""
-    found: Any = None
+    findings: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; the key of `findings` is "found"."""
+        fields = dict(vars(self))
+        fields["found"] = fields.pop("findings")
+        return fields
 
 
 def choose_affordable(steps: Sequence[SelftestStep], seconds: float) -> set[str]:
@@ -84,12 +90,12 @@ def choose_affordable(steps: Sequence[SelftestStep], seconds: float) -> set[str]
     >>> choose_affordable(steps, 30) == {"a", "c"}
     True
     """
-    chosen_names: set[str] = set()
+    affordable_names: set[str] = set()
     for step in sorted(steps, key=lambda step: step.priority):
         if step.min_seconds <= seconds:
-            chosen_names.add(step.name)
+            affordable_names.add(step.name)
             seconds -= step.min_seconds
-    return chosen_names
+    return affordable_names
 
 
 def run_steps(
@@ -97,26 +103,28 @@ def run_steps(
     out: Path,
     seconds: float,
     print_line: Callable[[str], None],
-    obstacle: str = "",
+    unsupported_reason: str = "",
     probe: Sequence[str] = (sys.executable, "-c", PROBE_CODE),
 ) -> Iterator[Outcome]:
     """Run the steps one after the other and yield their outcomes; each is written to `out` at once.
 
     Args:
         seconds: time for all steps.
-        obstacle: message that says why steps that need a GPU cannot run; empty if they can.
+        unsupported_reason: message with the reason why steps that need a GPU cannot run; empty if they can.
         probe: command that exits with 0 if the GPU responds.
     """
-    started = time.monotonic()
+    start_seconds = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     (out / "outcomes.jsonl").unlink(missing_ok=True)  # from an earlier run; other files there are not touched
-    chosen_names = choose_affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
+    affordable_names = choose_affordable(
+        [step for step in steps if not (unsupported_reason and step.needs_gpu)], seconds
+    )
     interruption: BaseException | None = None
     for step in steps:
-        remaining_seconds = seconds - (time.monotonic() - started)
-        if obstacle and step.needs_gpu:
-            outcome = Outcome(step.name, STATE_LEFT_OUT, note=obstacle)
-        elif step.name not in chosen_names or remaining_seconds < step.min_seconds:
+        remaining_seconds = seconds - (time.monotonic() - start_seconds)
+        if unsupported_reason and step.needs_gpu:
+            outcome = Outcome(step.name, STATE_LEFT_OUT, note=unsupported_reason)
+        elif step.name not in affordable_names or remaining_seconds < step.min_seconds:
             outcome = Outcome(
                 step.name,
                 STATE_LEFT_OUT,
@@ -124,24 +132,27 @@ def run_steps(
             )
         else:
             print_line(f"=== {step.name} (at most {min(remaining_seconds, step.max_seconds):.0f} s)")
-            step_started = time.monotonic()
+            step_start_seconds = time.monotonic()
             try:
                 outcome = _run_step(step, out, min(remaining_seconds, step.max_seconds), print_line)
             except (KeyboardInterrupt, SystemExit) as error:
-                step_seconds, findings = time.monotonic() - step_started, _read_findings(_step_files(step, out)[1])
+                step_seconds, findings = (
+                    time.monotonic() - step_start_seconds,
+                    _read_findings(_step_files(step, out)[1]),
+                )
                 interruption, outcome = (
                     error,
                     Outcome(step.name, STATE_INTERRUPTED, step_seconds, _note_of_findings(findings), findings),
                 )
             except OSError as error:  # for example, a full disk or a missing program
                 outcome = Outcome(
-                    step.name, STATE_WRONG, time.monotonic() - step_started, f"the step did not run: {error}"
+                    step.name, STATE_WRONG, time.monotonic() - step_start_seconds, f"the step did not run: {error}"
                 )
             if outcome.state == STATE_LATE and step.needs_gpu and not _gpu_responds(probe):
-                obstacle = f"the GPU did not answer after {step.name}"
+                unsupported_reason = f"the GPU did not answer after {step.name}"
                 outcome.note += "; the GPU does not answer"
         with (out / "outcomes.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.write(json.dumps(outcome.to_json()) + "\n")
         yield outcome
         if interruption is not None:
             raise interruption
@@ -154,12 +165,12 @@ def _step_files(step: SelftestStep, out: Path) -> tuple[Path, Path]:
 
 
 def _run_step(step: SelftestStep, out: Path, timeout_seconds: float, print_line: Callable[[str], None]) -> Outcome:
-    log, result_file = _step_files(step, out)
+    log_path, result_file = _step_files(step, out)
     result_file.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
     command = [str(result_file) if word == RESULT_PLACEHOLDER else word for word in step.command]
-    started = time.monotonic()
-    with log.open("wb") as file:
+    start_seconds = time.monotonic()
+    with log_path.open("wb") as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -175,9 +186,9 @@ def _run_step(step: SelftestStep, out: Path, timeout_seconds: float, print_line:
             exit_code = None
         finally:
             _kill_process_group(process)
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start_seconds
     findings = _read_findings(result_file)
-    lines = _read_tail(log).splitlines()
+    lines = _read_tail(log_path).splitlines()
     note = _note_of_findings(findings)
     for line in lines[-40:]:
         print_line(f"    {line[:240]}")
@@ -202,9 +213,9 @@ def _die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _read_tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+def _read_tail(log_path: Path) -> str:
+    with log_path.open("rb") as file:
+        file.seek(max(0, log_path.stat().st_size - _LOG_BYTES))
         return file.read().decode(errors="replace")
 
 

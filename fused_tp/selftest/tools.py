@@ -62,7 +62,7 @@ def measure_counters(ncu: str) -> tuple[list[dict[str, str]], str]:
     Return (counters by launch, reason if there are none).
     """
     with tempfile.TemporaryDirectory(prefix="fused_tp_ncu_") as folder:
-        log = Path(folder, "ncu.csv")
+        csv_path = Path(folder, "ncu.csv")
         benchmark_command = [
             sys.executable,
             "-m",
@@ -73,9 +73,9 @@ def measure_counters(ncu: str) -> tuple[list[dict[str, str]], str]:
             COUNTED_CASES,
         ]
         for metrics in ((*SECTIONS, *METRICS), SECTIONS):
-            ncu_command = [ncu, "--clock-control", "none", "--csv", "--log-file", str(log), *metrics]
+            ncu_command = [ncu, "--clock-control", "none", "--csv", "--log-file", str(csv_path), *metrics]
             _, reason = run_tool([*ncu_command, "-k", COUNTED_KERNELS, "-c", str(MAX_LAUNCHES), *benchmark_command])
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+            lines = csv_path.read_text(errors="replace").splitlines() if csv_path.exists() else []
             messages = [line for line in lines if line.startswith("==")]
             print(*messages, sep="\n", flush=True)
             reason = reason or next((line for line in messages if any(text in line for text in UNUSABLE_MESSAGES)), "")

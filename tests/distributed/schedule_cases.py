@@ -200,7 +200,7 @@ def every_method(schedule: Any, dtype: torch.dtype, *, exact: bool = True) -> No
         movements(schedule, check, dtype, *sizes)
         for count in CHUNKS if in_chunks else (None,):
             if in_chunks:
-                schedule.chunks = count
+                schedule.num_chunks = count
             called: list[str] = []
             matmuls(schedule, check, called.append, dtype, *sizes)
             assert called == ["scatter", "scatter", "reduce"], f"sizes {sizes}"
@@ -281,7 +281,7 @@ def at_random(schedule: Any, seed: int, calls: int, dtype: torch.dtype = torch.f
             time.sleep(pace.random() * 0.005)  # so that ranks overtake each other
         m, k, n = script.choice([1, 7, 64, 300]), script.choice([1, 16, 33]), script.choice([1, 40, 130])
         x, w = seeded(m, k, seed=number, dtype=dtype), seeded(n, k, seed=number + 1, dtype=dtype)
-        schedule.chunks = script.choice([None, 1, 3])
+        schedule.num_chunks = script.choice([None, 1, 3])
         kind = script.randrange(5)
         if kind == 0 and len(pending) < 3:
             pending.append((schedule.all_gather(own(schedule, x, 0), gather_dim=0, gather_size=m), x))

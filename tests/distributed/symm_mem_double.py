@@ -161,7 +161,7 @@ def symm_mem_on_cpu(*, without: tuple[str, ...] = (), switch: bool = False) -> I
             if switch:
                 patches.enter_context(mock.patch.object(CpuSymmetricMemory, "multicast_ptr", 1, create=True))
                 patches.enter_context(
-                    mock.patch.object(symm_mem.GroupMemory, "multicast", property(_yes, _ignored), create=True)
+                    mock.patch.object(symm_mem.GroupMemory, "has_multicast", property(_yes, _ignored), create=True)
                 )
             yield
     finally:

@@ -37,9 +37,9 @@ class Slow(PlainSchedule):
         time.sleep(0.01)
         return super().all_gather_matmul(asked)
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         time.sleep(0.01)
-        return super()._matmul_sum(products, *rest)
+        return super()._matmul_all_reduce(products, *rest)
 
 
 class Wrong(PlainSchedule):
@@ -50,15 +50,15 @@ class Wrong(PlainSchedule):
         outputs[0].view(-1)[77] += 100.0 * self.rank
         return outputs, gathered
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
-        return super()._matmul_sum(products, *rest) * 1.1
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        return super()._matmul_all_reduce(products, *rest) * 1.1
 
 
 class OtherBits(PlainSchedule):
     """Schedule that is right except for the last bits, which differ between ranks."""
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
-        return super()._matmul_sum(products, *rest) * (1 + 1e-6 * self.rank)
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        return super()._matmul_all_reduce(products, *rest) * (1 + 1e-6 * self.rank)
 
 
 class Uneven(PlainSchedule):
@@ -66,13 +66,13 @@ class Uneven(PlainSchedule):
 
     calls = 0
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         self.calls += 1
-        return super()._matmul_sum(products, *rest) * (1 + 1e-6 * self.calls)
+        return super()._matmul_all_reduce(products, *rest) * (1 + 1e-6 * self.calls)
 
 
 class Raises(PlainSchedule):
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         raise NotImplementedError("not for these sizes")
 
 

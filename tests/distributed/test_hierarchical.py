@@ -22,7 +22,7 @@ from fused_tp.backends import registry
 from fused_tp.backends.hierarchical import hierarchical
 from fused_tp.backends.hierarchical import two_level as hosts_module
 from fused_tp.backends.hierarchical.hierarchical import HierarchicalSchedule
-from fused_tp.backends.hierarchical.two_level import Hosts, group_hosts, ranks_per_host, to_group_error
+from fused_tp.backends.hierarchical.two_level import Hosts, count_ranks_per_host, group_hosts, to_group_error
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.registry import select_schedule
 from fused_tp.backends.shared_memory import shm
@@ -56,7 +56,7 @@ pytest.importorskip("fused_tp._core", reason="needs the native core: pip install
     ],
 )
 def test_hosts_have_equally_many_ranks_side_by_side(names: str, answer: int | str) -> None:
-    found = ranks_per_host(list(names))
+    found = count_ranks_per_host(list(names))
     assert found == answer if isinstance(answer, int) else answer in str(found)
 
 

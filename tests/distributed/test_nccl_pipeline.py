@@ -44,7 +44,7 @@ def test_chunks_suit_the_size() -> None:
     transport = mock.Mock(rank=0, world_size=2)
     assert [NcclPipeline(transport)._num_chunks(n << 20) for n in (0, 1, 4, 9, 1000)] == [1, 1, 1, 2, 8]
     assert NcclPipeline(transport, 3)._num_chunks(1 << 30) == 3
-    with pytest.raises(ValueError, match=r"chunks must be at least 1, or None .*, got 0\."):
+    with pytest.raises(ValueError, match=r"num_chunks must be at least 1, or None .*, got 0\."):
         NcclPipeline(transport, 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention_memory import SHM_BY_WAY, RunSetting, measure_peak_mib
+from benchmarks.attention_memory import SHM_BY_CONFIG, RunSetting, measure_peak_mib
 from fused_tp.attention import ring_plan as plan
 from tests.workers import fresh_ranks
 
@@ -23,13 +23,13 @@ def mib(_: Any, way: str, world_size: int) -> float:
 
 
 def peak(way: str, world_size: int) -> float:
-    outcomes = fresh_ranks(world_size, mib, way, world_size, env={"FUSED_TP_SHM": SHM_BY_WAY[way]})
+    outcomes = fresh_ranks(world_size, mib, way, world_size, env={"FUSED_TP_SHM": SHM_BY_CONFIG[way]})
     return max(outcome.unwrap() for outcome in outcomes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status, which only Linux has")
 def test_memory_of_a_rank() -> None:
-    ways = list(SHM_BY_WAY)
+    ways = list(SHM_BY_CONFIG)
     alone = peak(ways[0], 1)
     # In sizes of q: q, k, v, the output and its gradient take 5; sums of dq, dk, dv in fp32 take 6; one of them rounded
     # takes 1; packed data of one head, sums of rows and loaded code take below 2.

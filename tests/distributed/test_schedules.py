@@ -67,7 +67,7 @@ def two_groups(group: Any, name: str) -> None:
     rank = dist.get_rank(group)
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     with schedule_on(group, name) as whole, schedule_on(pair, name) as half:
-        whole.chunks, half.chunks = 2, 3
+        whole.num_chunks, half.num_chunks = 2, 3
         for call in range(10):
             terms = [seeded(6, 8, dtype=FP64, seed=10 * call + r) for r in range(4)]
             mine = [terms[r] for r in ((0, 1), (2, 3))[rank // 2]]
@@ -90,7 +90,7 @@ def matmuls_before_anything_moves(group: Any, name: str) -> None:
     x, w = seeded(12, 4, seed=1), seeded(5, 4, seed=2)
     with mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0), schedule_on(group, name) as schedule:
         schedule.matmul_all_reduce([(x, w)], None)
-        schedule.chunks = world_size - 1
+        schedule.num_chunks = world_size - 1
         with stalled_until(module, 1):  # the rank's own shard
             (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 12))
         torch.testing.assert_close(y, x @ w.t())
@@ -101,7 +101,7 @@ def matmuls_before_anything_moves(group: Any, name: str) -> None:
         torch.testing.assert_close(y, own(schedule, world_size * (x @ w.t()), 0))
         assert products.call_count == world_size
         if name == "nccl_pipeline":
-            schedule.chunks = 2
+            schedule.num_chunks = 2
             with stalled_until(module, 2):  # the chunk after the first
                 y = schedule.matmul_all_reduce([(x, w)], None)
             torch.testing.assert_close(y, world_size * (x @ w.t()))

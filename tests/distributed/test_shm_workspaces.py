@@ -98,7 +98,7 @@ def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
         settled = transport.is_settled
         if transport.rank == 0 and reuse:  # it would wait for rank 1
             dist.barrier(group)
-        with transport.begin("second", (), torch.uint8, 16 * INLINE_BYTES, reuse=reuse) as workspace:
+        with transport.begin("second", (), torch.uint8, 16 * INLINE_BYTES, may_reuse=reuse) as workspace:
             if transport.rank == 0 and not reuse:
                 dist.barrier(group)
             workspace.wait_all(0)

@@ -491,7 +491,7 @@ def joined(group: Any, folder: str) -> list[Any]:
 
     found.append(tried(8))
     with symm_mem_on_cpu(), mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=str(Path(folder, "fused_tp"))):
-        verdicts = list(verify(group, CPU, FP32, [(16, 32, 16)], calls=2))
+        verdicts = list(verify(group, CPU, FP32, [(16, 32, 16)], num_calls=2))
     found.append({verdict.problem for verdict in verdicts})
     found.append({verdict.schedule for verdict in verdicts})
     found.append(tried(16))

@@ -42,9 +42,9 @@ class Stale(PlainSchedule):
     calls = 0
     before: Tensor | None = None
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         self.calls += 1
-        found = super()._matmul_sum(products, *rest)
+        found = super()._matmul_all_reduce(products, *rest)
         before, self.before = self.before, found
         return before if before is not None and self.calls % 9 == 0 else found
 
@@ -52,9 +52,9 @@ class Stale(PlainSchedule):
 class Hurried(PlainSchedule):
     """Schedule that is wrong if a peer is late."""
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         begun = time.perf_counter()
-        found = super()._matmul_sum(products, *rest)
+        found = super()._matmul_all_reduce(products, *rest)
         return torch.zeros_like(found) if time.perf_counter() - begun > LATE_SECONDS / 2 else found
 
 
@@ -67,8 +67,8 @@ class Disturbed(PlainSchedule):
         super().__init__(*given)
         Disturbed.moving = False  # ignores transfers in checks of other schedules
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
-        found = super()._matmul_sum(products, *rest)
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        found = super()._matmul_all_reduce(products, *rest)
         moving, Disturbed.moving = Disturbed.moving, False
         return 2 * found if moving else found
 
@@ -76,17 +76,17 @@ class Disturbed(PlainSchedule):
 class Backward(PlainSchedule):
     """Schedule that is right except for gradients: the reduction in the backward of a gather."""
 
-    def _matmul_scatter(self, *given: Any) -> Tensor:
-        return super()._matmul_scatter(*given) * 1.05
+    def _matmul_reduce_scatter(self, *given: Any) -> Tensor:
+        return super()._matmul_reduce_scatter(*given) * 1.05
 
 
 class GivesUp(PlainSchedule):
     """Schedule in which rank 1 raises while its peers wait."""
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         if self.rank == 1:
             raise FusedTPError("out of slots")
-        return super()._matmul_sum(products, *rest)
+        return super()._matmul_all_reduce(products, *rest)
 
 
 class Ends(PlainSchedule):
@@ -94,7 +94,7 @@ class Ends(PlainSchedule):
 
     how: type[BaseException] = SystemExit
 
-    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+    def _matmul_all_reduce(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         raise self.how
 
 
@@ -125,7 +125,7 @@ def found(group: Any, folder: str, op: str, kinds: dict[str, type[PlainSchedule]
         only(**kinds),
         mock.patch.object(dist, "all_reduce", told(dist.all_reduce)),
     ):
-        verdicts = verify.verify(group, torch.device("cpu"), torch.float32, [SIZE], calls=20)
+        verdicts = verify.verify(group, torch.device("cpu"), torch.float32, [SIZE], num_calls=20)
         return {verdict.schedule: verdict.problem for verdict in verdicts}
 
 
@@ -226,11 +226,11 @@ def on_doubles(group: Any, folder: str, double: str) -> dict[str, set[str]]:
     with (
         doubles(double),
         multicast(),
-        mock.patch.object(GroupMemory, "multicast", property(lambda memory: True, lambda *_: None), create=True),
+        mock.patch.object(GroupMemory, "has_multicast", property(lambda memory: True, lambda *_: None), create=True),
         mock.patch.object(fused_kernel, "DIRECT_BYTES", -1),
         mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder),
     ):
-        for verdict in verify.verify(group, torch.device("cpu"), torch.float32, [(18, 64, 40)], calls=4):
+        for verdict in verify.verify(group, torch.device("cpu"), torch.float32, [(18, 64, 40)], num_calls=4):
             problems.setdefault(verdict.schedule, set()).add(verdict.problem)
     return problems
 

@@ -178,8 +178,8 @@ def why_not(group: Any, schedule: str, device: torch.device) -> str | None:
     spec = SCHEDULES.get(schedule)
     if spec is None:
         return f"there is no schedule {schedule}"
-    if spec.devices and device.type not in spec.devices:
-        return f"{schedule} is for {', '.join(spec.devices)}, not {device.type}"
+    if spec.device_types and device.type not in spec.device_types:
+        return f"{schedule} is for {', '.join(spec.device_types)}, not {device.type}"
     return spec.available(resolve_group(group), device).reason or None
 
 

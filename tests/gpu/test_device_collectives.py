@@ -274,7 +274,7 @@ def by_the_switch(group: Any, kind: str) -> str | list[bytes]:
         return device
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     memory = group_memory(resolve_group(group), device_of(rank, kind))
-    if isinstance(memory, Availability) or not memory.multicast:
+    if isinstance(memory, Availability) or not memory.has_multicast:
         return "these GPUs have no multicast, which takes an NVLink switch with SHARP"
     results = []
     for dtype in DTYPES:

@@ -141,7 +141,7 @@ def verified(group: Any, folder: str, dtype: torch.dtype) -> Any:
     if not torch.cuda.is_available():
         return "there is no GPU"
     with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder):
-        found = [*verify(group, device, dtype, CHECKED_SIZES, calls=20)]
+        found = [*verify(group, device, dtype, CHECKED_SIZES, num_calls=20)]
     return {f"{verdict.op} on {verdict.schedule}": verdict.problem for verdict in found if verdict.problem}
 
 

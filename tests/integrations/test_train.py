@@ -294,7 +294,7 @@ def test_ranks_that_refuse_say_why_and_leave_the_process_as_it_was(
     config, data = tmp_path / "train.json", {"path": str(tmp_path / "short.txt"), "seq": 64}
     config.write_text(json.dumps(settings_of(tmp_path, data=data, parallel={"tp": 2}, out=str(tmp_path / "out"))))
     before = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    assert start_ranks(2, config, quiet=True) == 2
+    assert start_ranks(2, config, is_quiet=True) == 2
     assert "at least seq=64 tokens, got 5" in capsys.readouterr().err
     assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM))
 

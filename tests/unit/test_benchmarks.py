@@ -292,7 +292,7 @@ def test_a_case_from_end_to_end() -> None:
     case = BenchCase("small/fp32", small_case, {"elements": 64}, {"late": Rival(TIME_RATIO, bar=1.0)})
     wrong = BenchCase("small/wrong", wrong_case, {})
     said: list[str] = []
-    (ran, records), (failed, none) = cpu.run_cases([case, wrong], rounds=3, say=said.append)
+    (ran, records), (failed, none) = cpu.run_cases([case, wrong], rounds=3, print_line=said.append)
     assert (ran, failed) == (case, wrong)
     ours, late = records
     assert (ours.contestant, late.contestant) == (FUSED_TP, "late")

@@ -77,7 +77,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))  # as a user sets it to have the table written there
     monkeypatch.setattr(tune, "_measure_schedules", made_up({"one_sided": 2.0, "pipelined": 1.0, "plain": 3.0}))
     said: list[str] = []
-    tune.tune(path, 2, say=said.append)
+    tune.tune(path, 2, print_line=said.append)
     assert (
         "matmul_all_reduce/fp32/M=16 over shm: pipelined in place of one_sided, in 0.50 [0.50, 0.50] of its time"
         in said
@@ -98,7 +98,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
         tune, "_measure_schedules", made_up({"one_sided": 1.0, "pipelined": 1.0, "plain": 1.0}, noise=1.0)
     )
     before = path.read_bytes()
-    tune.tune(path, 2, say=said.append)
+    tune.tune(path, 2, print_line=said.append)
     assert path.read_bytes() == before and "no choices changed" in said[-1]
 
 
@@ -106,7 +106,7 @@ def test_a_table_elsewhere_says_how_to_use_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("FUSED_TP_TABLE", raising=False)
     monkeypatch.setattr(tune, "_measure_schedules", made_up({"pipelined": 1.0, "plain": 1.0}))
     said: list[str] = []
-    tune.tune(tmp_path / "my tables" / "one.json", 2, say=said.append)
+    tune.tune(tmp_path / "my tables" / "one.json", 2, print_line=said.append)
     (line,) = said
     assert f"no choices changed; to use it: export FUSED_TP_TABLE='{tmp_path}/my tables/one.json'." in line
     assert dispatch.load_table(str(tmp_path / "my tables" / "one.json")) == dispatch.load_table()
@@ -123,7 +123,7 @@ def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch:
     measured = {("fp32", False): {64: native, 128: native}, ("fp32", True): {64: native, 128: torchs}}
     monkeypatch.setattr(tune, "_measure_kernels", lambda *_: measured)
     said: list[str] = []
-    tune.tune(path, 2, say=said.append)
+    tune.tune(path, 2, print_line=said.append)
     assert (
         said[0] == "attention backward/fp32/D=128: torch-cpu in place of native-cpu, in 0.50 [0.50, 0.50] of its time"
     )
@@ -133,10 +133,10 @@ def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch:
         {"kernel": "torch-cpu", **scope},
     ]
     monkeypatch.setenv("FUSED_TP_TABLE", str(path))
-    chosen = {dim: dispatch.choose_attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
+    chosen = {dim: dispatch.choose_attention_kernel(torch.float32, dim, is_backward=True) for dim in (64, 90, 91, 128)}
     assert chosen == {64: "native-cpu", 90: "native-cpu", 91: "torch-cpu", 128: "torch-cpu"}
     before = path.read_bytes()
-    tune.tune(path, 2, say=said.append)
+    tune.tune(path, 2, print_line=said.append)
     assert path.read_bytes() == before and "no choices changed" in said[-1]
 
 

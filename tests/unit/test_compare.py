@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from fused_tp.cli.compare import SMALL_LLAMA, add_arguments, make_jobs, parse_ways
+from fused_tp.cli.compare import SMALL_LLAMA, add_arguments, make_jobs, parse_configs
 from fused_tp.cli.compare_report import Comparison
 from fused_tp.cli.compare_result import VariantResult
 from fused_tp.cli.main import main
@@ -20,7 +20,7 @@ from fused_tp.cli.main import main
 def ways(line: str) -> dict[str, dict[str, int]]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parse_ways(parser.parse_args(line.split()))
+    return parse_configs(parser.parse_args(line.split()))
 
 
 def test_ways_become_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,9 +219,9 @@ def test_two_scatters_at_a_time(driver: Any) -> None:
         call.scatter()
     second.receive()
     third = call.scatter()  # in the place of the second
-    assert third.number == second.number != first.number
+    assert third.scatter_id == second.scatter_id != first.scatter_id
     first.receive()
-    assert call.scatter().number == first.number
+    assert call.scatter().scatter_id == first.scatter_id
 
 
 @NEEDS_CORE

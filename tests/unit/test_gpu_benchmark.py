@@ -136,9 +136,9 @@ def test_summary_for_a_report() -> None:
 
 
 def test_cases_have_names_of_their_own_and_fit_the_minutes() -> None:
-    cases = gpu.cases(quick=False)
+    cases = gpu.cases(is_quick=False)
     names = [one.name for one in cases]
-    assert len(set(names)) == len(names) and {one.name for one in gpu.cases(quick=True)} <= set(names)
+    assert len(set(names)) == len(names) and {one.name for one in gpu.cases(is_quick=True)} <= set(names)
     assert sum(one.seconds for one in cases) < 60 * gpu.DEFAULT_MINUTES
     matmuls = [one.parameters for one in cases if "k" in one.parameters]
     assert matmuls and all(p["n"] % 128 == p["k"] % 128 == 0 for p in matmuls)
@@ -213,19 +213,25 @@ INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
         for op in ("two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct")
     ),
     *(  # also with a peer: it never runs, and no rank waits for it
-        ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "peers": peers}, [FUSED_TP, "torch.mm", ALONE])
-        for op, peers in (("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 0), ("gather-direct", 1))
+        ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "num_peers": num_peers}, [FUSED_TP, "torch.mm", ALONE])
+        for op, num_peers in (
+            ("two-shot", 0),
+            ("two-shot", 1),
+            ("reduce-scatter", 1),
+            ("gather", 0),
+            ("gather-direct", 1),
+        )
     ),
     *(
         ("gpu_matmul", "matmul_only_contestants", {**TINY, "dtype": dtype}, [FUSED_TP, "torch.mm", "config 32x32x32"])
         for dtype in ("bf16", "fp16")
     ),
     *(
-        ("gpu_attention", maker, {**SHORT, "backward": backward, **more}, names)
-        for backward in (False, True)
+        ("gpu_attention", maker, {**SHORT, "is_backward": is_backward, **more}, names)
+        for is_backward in (False, True)
         for maker, more, names in (
-            ("one_rank_contestants", {"causal": backward}, [FUSED_TP, "torch's FlashAttention"]),
-            ("ring_contestants", {"ranks": 3}, [FUSED_TP, "the whole at once"]),
+            ("one_rank_contestants", {"is_causal": is_backward}, [FUSED_TP, "torch's FlashAttention"]),
+            ("ring_contestants", {"num_ranks": 3}, [FUSED_TP, "the whole at once"]),
         )
     ),
     (
@@ -308,7 +314,7 @@ def test_cases_of_collectives(native: GpuContext) -> None:
     for op in gpu_collectives.EXCHANGES:
         for nbytes in (1 << 10, 24 << 10):
             times = run(gpu_collectives.exchange_contestants, op=op, nbytes=nbytes)
-            assert list(times.seconds) == [FUSED_TP, "device copy"] and not times.skipped
+            assert list(times.seconds) == [FUSED_TP, "device copy"] and not times.skip_reasons
             assert all(len(of_one) == 2 for of_one in times.seconds.values())
     times = run(latency_without_check, op="one-shot", nbytes=8 << 10)
     assert times.seconds[FUSED_TP] == [1e-3 / times.calls[FUSED_TP]] * 2  # the pretended events are 1 ms apart
@@ -363,7 +369,7 @@ def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu_collectives, "native_kernels_available", lambda arch: unavailable("they were not built"))
     one = BenchCase("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
     with pretended_gpu() as context:
-        _, skipped = gpu.run_all([one], TimeBudget(1000), lambda case: run_case(context, case, 2).skipped)
+        _, skipped = gpu.run_all([one], TimeBudget(1000), lambda case: run_case(context, case, 2).skip_reasons)
     assert len(skipped) == 1 and "library of device kernels, and they were not built" in skipped[0]
     assert " failed" not in skipped[0] and "build_ext --inplace" in skipped[0]
 

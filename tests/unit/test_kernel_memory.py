@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import pytest
 
-from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, check_facts
+from fused_tp.backends.symmetric_memory.symm_mem import SymmMemRankInfo, check_rank_infos
 from fused_tp.core.peer_watch import PeerWatch, process_identity, watchable_pids
 
 pytestmark = pytest.mark.full
 
 PROCESS = ("pid:[1]", 10)
-RANKS = [SymmMemFacts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
+RANKS = [SymmMemRankInfo("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
 
 
-def changed(rank: int, **fields: object) -> list[SymmMemFacts]:
+def changed(rank: int, **fields: object) -> list[SymmMemRankInfo]:
     return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]
 
 
@@ -40,8 +40,8 @@ SHARED = [replace(fact, gpu="gpu0", may_share_gpu=True) for fact in RANKS]  # to
         (changed(1, problem="its GPU is sm_75; kernels need sm_80 or later"), "rank 1: its GPU is sm_75"),
     ],
 )
-def test_whether_ranks_can(facts: list[SymmMemFacts], said: str) -> None:
-    found = check_facts(facts)
+def test_whether_ranks_can(facts: list[SymmMemRankInfo], said: str) -> None:
+    found = check_rank_infos(facts)
     assert bool(found) == (not said) and said in found.reason
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.backends.symmetric_memory.group_kernels import Workspaces
-from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, sms_per_rank
+from fused_tp.backends.symmetric_memory.symm_mem import SymmMemRankInfo, sms_per_rank
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 
 pytestmark = pytest.mark.full
@@ -183,14 +183,14 @@ def test_a_deadline_beyond_what_kernels_can_count(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_of_one_gpu_have_a_share_of_it_each() -> None:
-    def facts(*gpus: tuple[str, int]) -> list[SymmMemFacts]:
-        return [SymmMemFacts("host", ("pids", number), gpu, 90, sms) for number, (gpu, sms) in enumerate(gpus)]
+    def facts(*gpus: tuple[str, int]) -> list[SymmMemRankInfo]:
+        return [SymmMemRankInfo("host", ("pids", number), gpu, 90, sms) for number, (gpu, sms) in enumerate(gpus)]
 
     assert sms_per_rank(facts(("a", 132), ("b", 132))) == 132
     assert sms_per_rank(facts(("a", 132), ("a", 132))) == 66
     assert sms_per_rank(facts(("a", 132), ("b", 60), ("a", 132))) == 60
     assert sms_per_rank(facts(*[("a", 2)] * 3)) == 1
-    assert sms_per_rank([SymmMemFacts("host", ("pids", number), sms=3) for number in range(2)]) == 3
+    assert sms_per_rank([SymmMemRankInfo("host", ("pids", number), sms=3) for number in range(2)]) == 3
 
 
 def test_ops_of_one_local_rank_take_turns_with_each_other_only() -> None:

@@ -208,14 +208,14 @@ def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
     class Device:
         rank, world_size = 0, 2
 
-        def all_reduce(self, x: torch.Tensor, *_: object, overlapped: bool = False, **__: object) -> torch.Tensor:
-            asked.append(("all_reduce", overlapped))
+        def all_reduce(self, x: torch.Tensor, *_: object, is_overlapped: bool = False, **__: object) -> torch.Tensor:
+            asked.append(("all_reduce", is_overlapped))
             return x
 
         def reduce_scatter(
-            self, x: torch.Tensor, counts: list[int], *_: object, overlapped: bool = False
+            self, x: torch.Tensor, counts: list[int], *_: object, is_overlapped: bool = False
         ) -> torch.Tensor:
-            asked.append(("reduce_scatter", overlapped))
+            asked.append(("reduce_scatter", is_overlapped))
             return x[: counts[0]]
 
     schedule = DeviceSchedule("two_shot", Device(), None)  # a fake device with only the methods used here

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.backends.nccl.nccl import NcclFacts, check_facts, own_facts
+from fused_tp.backends.nccl.nccl import NcclRankInfo, check_rank_infos, own_rank_info
 from tests.native.doubles import libraries
 from tests.native_build import build_program, output_of, require_sanitizer, use_nccl
 
@@ -100,8 +100,8 @@ def test_watchdog_communicators_and_pipelines_have_no_races() -> None:
     assert libraries.run_races() == "no race"
 
 
-def facts(gpu: str = "", version: int = 22907, problem: str = "") -> NcclFacts:
-    return NcclFacts(("pid:[1]", 1), gpu, version, "", problem)
+def facts(gpu: str = "", version: int = 22907, problem: str = "") -> NcclRankInfo:
+    return NcclRankInfo(("pid:[1]", 1), gpu, version, "", problem)
 
 
 @pytest.mark.parametrize(
@@ -115,21 +115,21 @@ def facts(gpu: str = "", version: int = 22907, problem: str = "") -> NcclFacts:
         ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
     ],
 )
-def test_whether_ranks_can(told: list[NcclFacts], said: str) -> None:
-    found = check_facts(told)
+def test_whether_ranks_can(told: list[NcclRankInfo], said: str) -> None:
+    found = check_rank_infos(told)
     assert bool(found) == (not said) and said in found.reason
 
 
 def test_what_a_rank_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library and an environment that makes NCCL block are reported as problems."""
-    rank: Any = SimpleNamespace(rank=0)  # the only attribute of a group that own_facts reads
+    rank: Any = SimpleNamespace(rank=0)  # the only attribute of a group that own_rank_info reads
     cpu = torch.device("cpu")
     try:
         use_nccl(tmp_path / "libnccl.so", tmp_path / "libcuda.so")
-        assert str(tmp_path) in own_facts(rank, cpu).problem
+        assert str(tmp_path) in own_rank_info(rank, cpu).problem
         use_nccl(libraries.gpu_double(), libraries.gpu_double())
         for value, refused in (("1", True), ("0", False), ("", False)):
             monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
-            assert own_facts(rank, cpu).problem.startswith("NCCL_COMM_BLOCKING is set") == refused
+            assert own_rank_info(rank, cpu).problem.startswith("NCCL_COMM_BLOCKING is set") == refused
     finally:
         use_nccl(None)

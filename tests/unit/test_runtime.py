@@ -108,7 +108,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     def ask(m: int, dtype: torch.dtype, world_size: int, *without: str) -> str:
         key = ScheduleKey("matmul_all_reduce", dtype, torch.device("cpu"), m, None, 8)
         choice = dispatch.choose_schedule(key, world_size, "gloo", "cpu", without)
-        assert choice.chunks == (3 if choice.schedule == "nccl_pipeline" else None)
+        assert choice.num_chunks == (3 if choice.schedule == "nccl_pipeline" else None)
         return choice.schedule
 
     assert ask(1, torch.float32, 2) == "nccl_pipeline" and ask(1, torch.float32, 2, "nccl_pipeline") == "plain"
@@ -289,6 +289,6 @@ def test_meshes_whose_groups_number_their_ranks_apart(ranks: list[list[int]], se
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("cp", "tp"), _init_backend=False, _rank=0)
     for together, fits in ((False, served), (True, flattened)):
         with nullcontext() if fits else pytest.raises(ValueError, match="must ascend along every dim"):
-            assert check_mesh_order(mesh, (0, 1), flattened=together)
+            assert check_mesh_order(mesh, (0, 1), is_flattened=together)
     with FakeTensorMode():
         assert not check_mesh_order(mesh, (0, 1))

@@ -71,7 +71,7 @@ def test_a_step_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path) -> None
     outcomes, lines = run(steps, tmp_path)
     assert time.monotonic() - begun < 30
     assert [one.state for one in outcomes] == [STATE_RIGHT, STATE_LATE, STATE_WRONG, STATE_WRONG, STATE_RIGHT]
-    assert outcomes[0].note == "3 are right" and outcomes[0].found == {"note": "3 are right"}
+    assert outcomes[0].note == "3 are right" and outcomes[0].findings == {"note": "3 are right"}
     assert "SIGSEGV" in outcomes[2].note and outcomes[3].note == "exit code 1: 5 of 7"
     (child,) = [int(line.split()[-1]) for line in lines if "child" in line]
     stat = Path(f"/proc/{child}/stat")
@@ -497,8 +497,8 @@ with kernel_cache.record_launches(90, 0, 1) as launches:
     for case in few:
         kernels.launch_only(case)
         launches.compile()
-assert not launches.failed, launches.failed
-print(len(launches.keys), launches.hits)
+assert not launches.failures, launches.failures
+print(len(launches.keys), launches.num_hits)
 if sys.argv[2] == "pack":
     assert archive.pack(archive.cache_folder(), Path(sys.argv[1])) == len(launches.keys)
 """

@@ -87,7 +87,7 @@ class _NativeSlot:
     streams: _WorkspaceStreams | None  # None: the core has created its own streams
     expired_flag: Tensor  # int64 [1] in the core's pinned memory
     is_captured: bool = False  # True: a CUDA graph contains a call on this workspace
-    unfinished_calls: int = 0  # number of calls that have begun and are not finished
+    num_unfinished_calls: int = 0  # calls that have begun and are not finished
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class CopyCall:
         self._core = slot.core
         self._destinations: list[Tensor] = []  # destinations that the engine's streams may write until `finish`
         self._call = slot.core.begin(ENGINE_OPS.index(op), engine.stream(), settings.timeout_seconds())
-        slot.unfinished_calls += 1
+        slot.num_unfinished_calls += 1
 
     def __enter__(self) -> CopyCall:
         return self
@@ -184,7 +184,7 @@ class CopyCall:
 
         For CPU tensors (tests) this raises the errors of `GroupKernels.raise_if_call_failed`.
         """
-        self._slot.unfinished_calls -= 1
+        self._slot.num_unfinished_calls -= 1
         self._slot.is_captured |= is_capturing(self._engine.device)
         self._core.finish(self._call, self._engine.stream(), [_address_and_bytes(result) for result in results])
         self._destinations.clear()  # not reached if the native call raised, because the engine may then still write
@@ -200,13 +200,13 @@ class BlockScatter:
         self._engine = call._engine
         self._core = slot.core
         self._buffer = slot.buffer
-        self.number: int = slot.core.scatter()
+        self.scatter_id: int = slot.core.scatter()
 
     def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the blocks [W, *shape] by source rank. The caller writes its own; `receive` waits for the others."""
         world_size = self._engine.world_size
         start, slot_elements = (
-            self._core.slot(self.number, 0) // dtype.itemsize,
+            self._core.slot(self.scatter_id, 0) // dtype.itemsize,
             self._core.slot_bytes // dtype.itemsize,
         )
         slot_rows = self._buffer.view(dtype)[start : start + world_size * slot_elements].view(world_size, slot_elements)
@@ -214,15 +214,15 @@ class BlockScatter:
 
     def push(self, peer: int, block: Tensor) -> None:
         """Send the contiguous `block` to rank `peer`, after the work enqueued on the current stream so far."""
-        self._core.push(self._call._call, self._engine.stream(), self.number, peer, _address_and_bytes(block))
+        self._core.push(self._call._call, self._engine.stream(), self.scatter_id, peer, _address_and_bytes(block))
 
     def receive(self) -> None:
         """Make the current stream wait until all blocks for this rank have arrived."""
-        self._core.receive(self._call._call, self._engine.stream(), self.number)
+        self._core.receive(self._call._call, self._engine.stream(), self.scatter_id)
 
     def release(self) -> None:
         """Allow the next scatter to overwrite `terms`, after the work enqueued on the current stream so far."""
-        self._core.release(self._engine.stream(), self.number)
+        self._core.release(self._engine.stream(), self.scatter_id)
 
 
 class _WorkspaceStreams:
@@ -329,7 +329,7 @@ class CopyEngine(GroupKernels[_NativeSlot]):
             device_index = self.device.index or 0
             library = DRIVER_LIBRARIES[self.device.type]
             outgrown_slot = (
-                old_slot if old_slot is not None and (old_slot.is_captured or old_slot.unfinished_calls) else None
+                old_slot if old_slot is not None and (old_slot.is_captured or old_slot.num_unfinished_calls) else None
             )
             streams = None
             if old_slot is not None and outgrown_slot is None:

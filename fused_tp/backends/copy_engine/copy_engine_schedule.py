@@ -32,7 +32,7 @@ from fused_tp.core.partition import shard_range, shard_sizes
 from fused_tp.core.pending import Pending, PendingCall
 from fused_tp.core.tracing import span
 
-# smallest chunk of an all-reduce; for smaller ones, flags and events cost more than overlap saves
+# Smallest chunk of an all-reduce. For smaller ones, flags and events take longer than the time that overlap saves.
 CHUNK_BYTES = 4 << 20
 MAX_CHUNKS = 4
 
@@ -43,16 +43,16 @@ class CopyEngineSchedule(KernelSchedule):
     Args:
         plain: schedule of all-reduces without a matmul, which have no copy engine version; None if the ranks are
             threads.
-        chunks: number of chunks of a matmul_all_reduce; None: computed from its size.
+        num_chunks: number of chunks of a matmul_all_reduce; None: computed from its size.
     """
 
     name = "copy_engine"
 
-    def __init__(self, engine: CopyEngine, plain: PlainSchedule | None, chunks: int | None = None) -> None:
+    def __init__(self, engine: CopyEngine, plain: PlainSchedule | None, num_chunks: int | None = None) -> None:
         no_fallback_message = "all_reduce by copy engines is not supported for ranks that are threads of one process."
         super().__init__(engine, plain, no_fallback_message)
         self.engine = engine
-        self.chunks = chunks
+        self.num_chunks = num_chunks
         # Ordered by distance, so that no two ranks send to the same peer at the same time.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
@@ -101,12 +101,12 @@ class CopyEngineSchedule(KernelSchedule):
         return out
 
     def _gather_matmul(self, request: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        counts = dim_shards.row_counts
+        row_counts = dim_shards.row_counts
         own_rows = as_rows(request.x_shard).contiguous()
-        gathered = own_rows.new_empty((sum(counts), dim_shards.shape[-1]))
-        shards = gathered.split(counts)
-        outputs = [own_rows.new_empty((sum(counts), w.shape[0])) for w in request.weights]
-        output_shards = [y.split(counts) for y in outputs]
+        gathered = own_rows.new_empty((sum(row_counts), dim_shards.shape[-1]))
+        shards = gathered.split(row_counts)
+        outputs = [own_rows.new_empty((sum(row_counts), w.shape[0])) for w in request.weights]
+        output_shards = [y.split(row_counts) for y in outputs]
         with self.engine.begin_call("all_gather_matmul", gather_bytes=_max_bytes(shards)) as call:
             call.gather(own_rows, shards)
             for source in (self.rank, *self._peers):
@@ -125,35 +125,37 @@ class CopyEngineSchedule(KernelSchedule):
             gathered
         ) if request.return_gathered else None
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
-        x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
-        partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
-        max_bytes = max(counts) * n * x.element_size()
+        x, row_counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
+        partial, out = x.new_empty((sum(row_counts), n)), x.new_empty((row_counts[self.rank], n))
+        max_bytes = max(row_counts) * n * x.element_size()
         with self.engine.begin_call("matmul_reduce_scatter", scatter_bytes=max_bytes) as call:
-            scatter = self._multiply_and_send("matmul_reduce_scatter", call, products, partial, counts)
+            scatter = self._multiply_and_send("matmul_reduce_scatter", call, products, partial, row_counts)
             if overlapped_work is not None:
                 overlapped_work()
             self._sum_block(scatter, out, bias)
             call.finish(out)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         m, n = len(x), w.shape[0]
         partial, out = x.new_empty((m, n)), x.new_empty((m, n))
         num_chunks = self._num_chunks(m, n, x)
-        chunks = [shard_range(m, num_chunks, number) for number in range(num_chunks)]
+        chunks = [shard_range(m, num_chunks, chunk_index) for chunk_index in range(num_chunks)]
         max_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
         previous_chunk: tuple[BlockScatter, Tensor] | None = None
         with self.engine.begin_call("matmul_all_reduce", gather_bytes=max_bytes, scatter_bytes=max_bytes) as call:
-            for number, (start, stop) in enumerate(chunks):
-                counts = shard_sizes(stop - start, self.world_size)
+            for chunk_index, (start, stop) in enumerate(chunks):
+                row_counts = shard_sizes(stop - start, self.world_size)
                 chunk_products = [(x[start:stop], w) for x, w in products]
-                with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
+                with span("matmul_all_reduce chunk", chunk_index, "of", len(chunks), self.name):
                     scatter = self._multiply_and_send(
-                        "matmul_all_reduce", call, chunk_products, partial[start:stop], counts
+                        "matmul_all_reduce", call, chunk_products, partial[start:stop], row_counts
                     )
                 if previous_chunk is not None:
                     # The transfer of the previous chunk has overlapped with a matmul, so this wait is short.
@@ -169,14 +171,14 @@ class CopyEngineSchedule(KernelSchedule):
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _multiply_and_send(
-        self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
+        self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, row_counts: Sequence[int]
     ) -> BlockScatter:
         """Multiply block by block, and send each block to the owner of its rows. `partial`: memory for the blocks."""
         scatter = call.scatter()
-        offsets = rank_offsets(counts)
-        blocks = partial.split(list(counts))
+        offsets = rank_offsets(row_counts)
+        blocks = partial.split(list(row_counts))
         for owner in (*reversed(self._peers), self.rank):
-            block_products = [(x[offsets[owner] : offsets[owner] + counts[owner]], w) for x, w in products]
+            block_products = [(x[offsets[owner] : offsets[owner] + row_counts[owner]], w) for x, w in products]
             with span(f"{op} of the block of rank", owner, self.name):
                 if owner != self.rank:
                     sum_of_products(block_products, out=blocks[owner])
@@ -199,8 +201,8 @@ class CopyEngineSchedule(KernelSchedule):
 
     def _num_chunks(self, m: int, n: int, x: Tensor) -> int:
         """Return the number of chunks, from M, N and the dtype only: K is sharded and may differ between ranks."""
-        chunks = self.chunks or m * n * x.element_size() // CHUNK_BYTES
-        return max(1, min(chunks, MAX_CHUNKS if self.chunks is None else chunks, m // self.world_size))
+        num_chunks = self.num_chunks or m * n * x.element_size() // CHUNK_BYTES
+        return max(1, min(num_chunks, MAX_CHUNKS if self.num_chunks is None else num_chunks, m // self.world_size))
 
 
 def _max_bytes(tensors: Sequence[Tensor]) -> int:

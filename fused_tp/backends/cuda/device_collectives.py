@@ -45,7 +45,7 @@ class DeviceCollectives(Workspaces):
     """The collectives of one group on one device.
 
     Arguments are not checked: tensors to sum must have the same shape on all ranks and a dtype in SUMMED_DTYPES, and a
-    bias [n] must have the same values on all ranks. With `overlapped`, a kernel leaves SMs free for concurrent kernels
+    bias [n] must have the same values on all ranks. With `is_overlapped`, a kernel leaves SMs free for other kernels
     (`device_plans.OVERLAP_BLOCKS`). Every method raises the errors of `Workspaces.use`.
     """
 
@@ -64,21 +64,21 @@ class DeviceCollectives(Workspaces):
         bias: Tensor | None = None,
         out: Tensor | None = None,
         *,
-        overlapped: bool = False,
+        is_overlapped: bool = False,
     ) -> Tensor:
         """Return the sum of `x` [..., n] over ranks plus `bias`, in `out` if given (contiguous; may be `x` itself).
 
         Raises:
             ValueError: "multimem" on memory without a multicast address.
         """
-        plan = self._plans.get("all_reduce", x, algorithm, None, overlapped)
+        plan = self._plans.get("all_reduce", x, algorithm, None, is_overlapped)
         terms = x.contiguous()
         if out is None:
             out = torch.empty_like(terms)
-        if plan.count:
+        if plan.total_size:
             bias = None if bias is None else bias.contiguous()
             algorithm_number, addresses = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
-            sizes = plan.count, plan.dtype_index
+            sizes = plan.total_size, plan.dtype_index
             self._launch(
                 "all_reduce", plan, algorithm_number, *addresses, *sizes, _bias_address(bias), algorithm=algorithm
             )
@@ -90,21 +90,27 @@ class DeviceCollectives(Workspaces):
         counts: Sequence[int] | None = None,
         bias: Tensor | None = None,
         *,
-        overlapped: bool = False,
+        is_overlapped: bool = False,
     ) -> Tensor:
         """Return this rank's rows of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
 
         Args:
             counts: number of rows of each rank, equal except that the last ranks may have fewer; None: ceil(M / W).
         """
-        plan = self._plans.get("reduce_scatter", rows, "", counts, overlapped)
+        plan = self._plans.get("reduce_scatter", rows, "", counts, is_overlapped)
         rows = rows.contiguous()
         out = rows.new_empty(plan.shape)
-        if plan.count:
+        if plan.total_size:
             bias = None if bias is None else bias.contiguous()
             addresses = rows.data_ptr(), out.data_ptr()
             self._launch(
-                "reduce_scatter", plan, *addresses, plan.count, plan.chunk_size, plan.dtype_index, _bias_address(bias)
+                "reduce_scatter",
+                plan,
+                *addresses,
+                plan.total_size,
+                plan.chunk_size,
+                plan.dtype_index,
+                _bias_address(bias),
             )
         return out
 
@@ -125,9 +131,9 @@ class DeviceCollectives(Workspaces):
         plan = self._plans.get("all_reduce_rms_norm", partial, algorithm)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
         new_residual, normed = torch.empty_like(partial), torch.empty_like(partial)
-        if plan.count:
+        if plan.total_size:
             operands = (tensor.data_ptr() for tensor in (residual, norm_weight, normed, new_residual))
-            norm_arguments = *operands, plan.count // plan.chunk_size, plan.chunk_size, eps
+            norm_arguments = *operands, plan.total_size // plan.chunk_size, plan.chunk_size, eps
             self._launch(
                 "all_reduce_rms_norm", plan, ALGORITHMS[algorithm], partial.data_ptr(), norm_arguments, plan.dtype_index
             )
@@ -135,29 +141,29 @@ class DeviceCollectives(Workspaces):
 
     # -- data movement ------------------------------------------------------------------------------------------------
 
-    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, overlapped: bool = False) -> Tensor:
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, is_overlapped: bool = False) -> Tensor:
         """Concatenate the ranks' shards [m_r, ...], of any dtype, along dim 0.
 
         Args:
             counts: number of rows of each rank, equal except that the last ranks may have fewer; None: all ranks have
                 as many rows as this one.
-            overlapped: also use a separate workspace, because a CUDA graph may be replayed at the same time.
+            is_overlapped: also use a separate workspace, because a CUDA graph may be replayed at the same time.
         """
-        plan = self._plans.get("all_gather", shard, "", counts, overlapped)
+        plan = self._plans.get("all_gather", shard, "", counts, is_overlapped)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
-        if plan.count:
+        if plan.total_size:
             # In a later capture this call is not overlapped: it uses the workspace "device", which cannot grow then.
-            if overlapped:
+            if is_overlapped:
                 needed_bytes = self._plans.get("all_gather", shard, "", counts).nbytes
                 self.reserve("device", needed_bytes, "all_gather")
-            workspace_name = "overlapped gather" if overlapped else "device"
+            workspace_name = "overlapped gather" if is_overlapped else "device"
             self._launch(
                 "all_gather",
                 plan,
                 shard.data_ptr(),
                 out.data_ptr(),
-                plan.count,
+                plan.total_size,
                 plan.chunk_size,
                 workspace_name=workspace_name,
             )
@@ -176,7 +182,7 @@ class DeviceCollectives(Workspaces):
     def _launch_all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: tuple[int, ...]) -> Tensor:
         plan = self._plans.all_to_all(layout, out_shape)
         out = x.new_empty(plan.shape)
-        if plan.count:
+        if plan.total_size:
             self._launch("all_to_all", plan, x.data_ptr(), out.data_ptr(), tuple(layout))
         return out
 
@@ -189,7 +195,7 @@ class DeviceCollectives(Workspaces):
                     "algorithm='multimem' needs multicast memory (NVLink switches with SHARP, Hopper or later), which "
                     "this group does not support. Use 'one_shot' or 'two_shot'."
                 )
-            getattr(self._kernels, op)(workspace.native, *arguments, plan.blocks, current_stream(self.device))
+            getattr(self._kernels, op)(workspace.native, *arguments, plan.num_blocks, current_stream(self.device))
 
 
 _preloaded_devices: set[tuple[int, int]] = set()
@@ -287,7 +293,7 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
 
 
 @cache
-def _has_kernels_for(index: int) -> bool:
-    """True if the library contains code for GPU number `index`; it may have been built for other GPUs only."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return native_kernels_available(10 * major + minor).ok
+def _has_kernels_for(device_index: int) -> bool:
+    """True if the library contains code for GPU `device_index`; it may have been built for other GPUs only."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return native_kernels_available(10 * major + minor).is_available

@@ -44,8 +44,8 @@ class DevicePlan:
     """Launch plan of all calls of one shape; all fields except `shape` are equal on all ranks."""
 
     nbytes: int  # size of the workspace
-    blocks: int  # number of blocks of the launch
-    count: int  # total number of elements for sums, of bytes for data movement; 0: no launch
+    num_blocks: int  # of the launch
+    total_size: int  # in elements for sums, in bytes for data movement; 0: no launch
     chunk_size: int  # number of elements or bytes of one rank; for norms, of one row
     dtype_index: int  # number of the dtype in csrc/dtype.h
     shape: tuple[int, ...]  # shape of the result on this rank
@@ -65,65 +65,67 @@ class PlanCache:
         x: Tensor,
         algorithm: str = "",
         counts: Sequence[int] | None = None,
-        overlapped: bool = False,
+        is_overlapped: bool = False,
     ) -> DevicePlan:
         """Return the plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for gathers and scatters."""
-        key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
-        return self._cached_plan(key, partial(self._make_plan, op, x, algorithm, counts, overlapped))
+        key = op, algorithm, counts and tuple(counts), is_overlapped, x.shape, x.dtype
+        return self._cached_plan(key, partial(self._make_plan, op, x, algorithm, counts, is_overlapped))
 
     def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> DevicePlan:
         """Return the plan of an all-to-all with this layout and result shape."""
         part_bytes = layout.part_bytes
-        make = partial(self._plan_launch, "all_to_all", "", self._world_size * part_bytes, part_bytes, None, shape)
-        return self._cached_plan((layout, shape), make)
+        make_plan = partial(self._plan_launch, "all_to_all", "", self._world_size * part_bytes, part_bytes, None, shape)
+        return self._cached_plan((layout, shape), make_plan)
 
-    def _cached_plan(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
+    def _cached_plan(self, key: tuple[Hashable, ...], make_plan: Callable[[], DevicePlan]) -> DevicePlan:
         key = (settings.sm_margin(), *key)
         plan = self._cache.get(key)
         if plan is None:
             if len(self._cache) >= _MAX_CACHED_PLANS:
                 self._cache.clear()
-            plan = self._cache[key] = make()
+            plan = self._cache[key] = make_plan()
         return plan
 
     def _make_plan(
-        self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool
+        self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, is_overlapped: bool
     ) -> DevicePlan:
         row_size = prod(x.shape[1:])
         if op == "all_gather":  # sizes in bytes, because the dtype does not matter
             sizes, row_size = counts or [x.shape[0]] * self._world_size, row_size * x.element_size()
             shape = (sum(sizes), *x.shape[1:])
-            return self._plan_launch(op, algorithm, sum(sizes) * row_size, sizes[0] * row_size, None, shape, overlapped)
+            return self._plan_launch(
+                op, algorithm, sum(sizes) * row_size, sizes[0] * row_size, None, shape, is_overlapped
+            )
         chunk_size, shape = 0, tuple(x.shape)
         if op == "reduce_scatter":
             sizes = counts or shard_sizes(x.shape[0], self._world_size)
             chunk_size, shape = sizes[0] * row_size, (sizes[self._memory.rank], *x.shape[1:])
         elif op == "all_reduce_rms_norm":
             chunk_size = x.shape[-1]
-        return self._plan_launch(op, algorithm, x.numel(), chunk_size, x.dtype, shape, overlapped)
+        return self._plan_launch(op, algorithm, x.numel(), chunk_size, x.dtype, shape, is_overlapped)
 
     def _plan_launch(
         self,
         op: str,
         algorithm: str,
-        count: int,
+        total_size: int,
         chunk_size: int,
         summed_dtype: torch.dtype | None,
         shape: tuple[int, ...],
-        overlapped: bool = False,
+        is_overlapped: bool = False,
     ) -> DevicePlan:
         if summed_dtype is not None and summed_dtype not in SUMMED_DTYPES:
             raise TypeError(f"Sums must have dtype float32, bfloat16 or float16, got {summed_dtype}.")
         dtype_index = 0 if summed_dtype is None else dtype_number(summed_dtype)
-        if count == 0:
+        if total_size == 0:
             return DevicePlan(0, 0, 0, chunk_size, dtype_index, shape)
         # The margin applies to GPUs only: in the CPU build, blocks are threads.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
-        max_blocks = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
-        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk_size, dtype_index, self._world_size
+        max_blocks = max(1, min(sms, OVERLAP_BLOCKS) if is_overlapped else sms)
+        arguments = op, ALGORITHMS.get(algorithm, 0), total_size, chunk_size, dtype_index, self._world_size
         core = import_module("fused_tp._core")
-        blocks, nbytes = core.device_plan(*arguments, max_blocks)
-        return DevicePlan(nbytes, blocks, count, chunk_size, dtype_index, shape)
+        num_blocks, nbytes = core.device_plan(*arguments, max_blocks)
+        return DevicePlan(nbytes, num_blocks, total_size, chunk_size, dtype_index, shape)
 
 
 # -- layouts of an all-to-all ------------------------------------------------------------------------------------------
@@ -132,12 +134,12 @@ class PlanCache:
 class AllToAllLayout(NamedTuple):
     """Layout of an all-to-all of equal chunks: chunk p goes to rank p, and rank p's chunk becomes result chunk p.
 
-    A chunk consists of [batches, rows] contiguous runs of row_bytes. Strides are in bytes, for the input and the output
-    ("part" is a chunk). csrc/cuda/launchers.h has the same struct.
+    A chunk ("part" in names) consists of [num_batches, num_rows] contiguous runs of row_bytes. Strides are in bytes,
+    for the input and the output. csrc/cuda/launchers.h has the same struct.
     """
 
-    batches: int
-    rows: int
+    num_batches: int
+    num_rows: int
     row_bytes: int
     in_part_stride: int
     in_batch_stride: int
@@ -148,7 +150,7 @@ class AllToAllLayout(NamedTuple):
 
     @property
     def part_bytes(self) -> int:
-        return self.batches * self.rows * self.row_bytes
+        return self.num_batches * self.num_rows * self.row_bytes
 
 
 def sequence_to_heads_layout(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
@@ -156,14 +158,14 @@ def sequence_to_heads_layout(x: Tensor, world_size: int) -> tuple[AllToAllLayout
 
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    batches, rows, heads, head_dim = x.shape
-    heads_per_rank = heads // world_size
+    num_batches, num_rows, num_heads, head_dim = x.shape
+    heads_per_rank = num_heads // world_size
     run_bytes = heads_per_rank * head_dim * x.element_size()
     in_strides = run_bytes, x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
-    out_strides = rows * run_bytes, world_size * rows * run_bytes, run_bytes
-    return AllToAllLayout(batches, rows, run_bytes, *in_strides, *out_strides), (
-        batches,
-        world_size * rows,
+    out_strides = num_rows * run_bytes, world_size * num_rows * run_bytes, run_bytes
+    return AllToAllLayout(num_batches, num_rows, run_bytes, *in_strides, *out_strides), (
+        num_batches,
+        world_size * num_rows,
         heads_per_rank,
         head_dim,
     )
@@ -171,14 +173,18 @@ def sequence_to_heads_layout(x: Tensor, world_size: int) -> tuple[AllToAllLayout
 
 def heads_to_sequence_layout(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
     """Return layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads_layout`."""
-    batches, length, heads_per_rank, head_dim = x.shape
-    rows = length // world_size
+    num_batches, length, heads_per_rank, head_dim = x.shape
+    num_rows = length // world_size
     run_bytes = heads_per_rank * head_dim * x.element_size()
-    in_strides = rows * x.stride(1) * x.element_size(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
-    out_strides = run_bytes, rows * world_size * run_bytes, world_size * run_bytes
-    return AllToAllLayout(batches, rows, run_bytes, *in_strides, *out_strides), (
-        batches,
-        rows,
+    in_strides = (
+        num_rows * x.stride(1) * x.element_size(),
+        x.stride(0) * x.element_size(),
+        x.stride(1) * x.element_size(),
+    )
+    out_strides = run_bytes, num_rows * world_size * run_bytes, world_size * run_bytes
+    return AllToAllLayout(num_batches, num_rows, run_bytes, *in_strides, *out_strides), (
+        num_batches,
+        num_rows,
         world_size * heads_per_rank,
         head_dim,
     )

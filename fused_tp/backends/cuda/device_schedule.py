@@ -53,7 +53,7 @@ class DeviceSchedule(KernelSchedule):
         # workspace at the same time.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return PendingValue(self._launch_gather(x_shard, dim_shards))
-        return self._side_stream.start(x_shard, lambda: self._launch_gather(x_shard, dim_shards, overlapped=True))
+        return self._side_stream.start(x_shard, lambda: self._launch_gather(x_shard, dim_shards, is_overlapped=True))
 
     def _sum_partial(self, partial: Tensor) -> Tensor:
         with span("all_reduce", partial, self.name):
@@ -101,18 +101,18 @@ class DeviceSchedule(KernelSchedule):
             outputs = [linear(x, w, b) for w, b in zip(request.weights, request.biases, strict=True)]
         return outputs, x if request.return_gathered else None
 
-    def _launch_gather(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
+    def _launch_gather(self, x_shard: Tensor, dim_shards: DimShards, *, is_overlapped: bool = False) -> Tensor:
         elements_per_index = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
         counts = [size * elements_per_index for size in dim_shards.sizes]
         with span("all_gather", x_shard, self.name):
-            flat = self.collectives.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
+            flat = self.collectives.all_gather(x_shard.reshape(-1), counts, is_overlapped=is_overlapped)
         return flat.view(dim_shards.shape) if dim_shards.is_rank_major else dim_shards.join_shards(flat.split(counts))
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with span("reduce_scatter", rows, self.name):
             return self.collectives.reduce_scatter(rows, dim_shards.row_counts)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with span("matmul", products):
@@ -120,14 +120,16 @@ class DeviceSchedule(KernelSchedule):
         with self._side_stream(overlapped_work, partial.device), span("reduce_scatter", partial, self.name):
             # Overlapped even without `overlapped_work`: the number of blocks must be equal on all ranks, and
             # `overlapped_work` may be None on some ranks only (for example if a weight is frozen there).
-            return self.collectives.reduce_scatter(partial, dim_shards.row_counts, bias, overlapped=True)
+            return self.collectives.reduce_scatter(partial, dim_shards.row_counts, bias, is_overlapped=True)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(overlapped_work, partial.device), span("all_reduce", partial, self.name):
-            # Always overlapped, as in `_matmul_scatter`.
-            return self.collectives.all_reduce(partial, self.name, bias, out=partial, overlapped=True)
+            # Always overlapped, as in `_matmul_reduce_scatter`.
+            return self.collectives.all_reduce(partial, self.name, bias, out=partial, is_overlapped=True)
 
     def _reduce_and_normalize(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float

@@ -118,10 +118,10 @@ def _target_runs_on(name: str, arch: int) -> bool:
     match = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
     if match is None:
         return False
-    number, suffix = int(match[2]), match[3]
+    arch_number, suffix = int(match[2]), match[3]
     if match[1] == "compute":
-        return number <= arch
+        return arch_number <= arch
     if suffix == "a":
-        return number == arch
+        return arch_number == arch
     # binary code also runs on later GPUs of the same major version
-    return number <= arch and number // 10 == arch // 10
+    return arch_number <= arch and arch_number // 10 == arch // 10

@@ -78,7 +78,7 @@ class HierarchicalSchedule(Schedule):
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
         dim_shards = DimShards.from_shard(x_shard.shape, gather_dim, gather_size, self.world_size)
         shape, sizes = dim_shards.shape, dim_shards.sizes
-        if not _are_equal(sizes) or prod(shape) == 0:
+        if not _are_all_equal(sizes) or prod(shape) == 0:
             return self._flat_schedule.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         scope = self._begin_call("all_gather", (*shape, gather_dim), x_shard)
         with scope:
@@ -126,9 +126,9 @@ class HierarchicalSchedule(Schedule):
         dim = request.gather_dim
         dim_shards = DimShards.from_shard(request.x_shard.shape, dim, request.gather_size, self.world_size)
         shape, sizes = dim_shards.shape, dim_shards.sizes
-        if not _are_equal(sizes) or prod(shape) == 0:
+        if not _are_all_equal(sizes) or prod(shape) == 0:
             return self._flat_schedule.all_gather_matmul(request)
-        num_hosts, own_host = self._hosts.num_hosts, self._hosts.host_index
+        num_hosts, own_host_index = self._hosts.num_hosts, self._hosts.host_index
         outputs: list[list[Tensor]] = [[] for _ in range(num_hosts)]
         gathered: list[Tensor | None] = [None] * num_hosts
         with self._begin_call("all_gather_matmul", (*shape, dim), request.x_shard):
@@ -139,7 +139,7 @@ class HierarchicalSchedule(Schedule):
                 for step in range(1, num_hosts)
             ]
             for step in range(num_hosts):
-                host = (own_host - step) % num_hosts
+                host = (own_host_index - step) % num_hosts
                 shard = pending_shards[step - 1].wait() if step else x_shard
                 with tracing.span("host", host, "of", num_hosts, host_schedule.name):
                     host_request = request._replace(x_shard=shard, gather_size=None)
@@ -227,7 +227,7 @@ class HierarchicalSchedule(Schedule):
         Args:
             host_term: computes this host's term for the host of the given index.
         """
-        num_hosts, own_host = self._hosts.num_hosts, self._hosts.host_index
+        num_hosts, own_host_index = self._hosts.num_hosts, self._hosts.host_index
 
         def traced_term(host: int) -> Tensor:
             with tracing.span("host", host, "of", num_hosts, schedule_name):
@@ -235,13 +235,13 @@ class HierarchicalSchedule(Schedule):
 
         sent_terms, transfers = [], []  # terms are kept alive until they have been received
         for step in range(1, num_hosts):
-            sent_terms.append(traced_term((own_host + step) % num_hosts).contiguous())
+            sent_terms.append(traced_term((own_host_index + step) % num_hosts).contiguous())
             transfers.append(self._cross_host.shift(op, sent_terms[-1], torch.empty_like(sent_terms[-1]), step))
-        terms = {own_host: traced_term(own_host)}
+        terms = {own_host_index: traced_term(own_host_index)}
         if overlapped_work is not None:
             overlapped_work()
         for step, transfer in enumerate(transfers, 1):
-            terms[(own_host - step) % num_hosts] = transfer.wait()
+            terms[(own_host_index - step) % num_hosts] = transfer.wait()
         return sum_in_rank_order(torch.stack([terms[host] for host in range(num_hosts)]), bias)
 
     def _gather_within_host(self, pending: Pending[Tensor], length: int) -> Tensor:
@@ -252,8 +252,8 @@ class HierarchicalSchedule(Schedule):
             return host_schedule.all_gather(total, gather_dim=0, gather_size=length).wait()
 
     def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
-        chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
-        ranges = [shard_range(n, chunks, i) for i in range(chunks)]
+        num_chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
+        ranges = [shard_range(n, num_chunks, i) for i in range(num_chunks)]
         return [bounds for bounds in ranges if bounds[0] < bounds[1]]
 
     def _begin_call(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
@@ -262,5 +262,5 @@ class HierarchicalSchedule(Schedule):
         return call
 
 
-def _are_equal(sizes: Sequence[int]) -> bool:
+def _are_all_equal(sizes: Sequence[int]) -> bool:
     return len(set(sizes)) == 1

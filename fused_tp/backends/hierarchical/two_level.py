@@ -79,10 +79,10 @@ def _find_hosts(group: Group) -> Hosts | Availability:
     if not (availability := _check_ascending(group)):
         return availability
     host_names = exchange(group, "hosts", host_id())
-    per_host = ranks_per_host(host_names)
-    if isinstance(per_host, Availability):
-        return per_host
-    subgroups = split_by_host(group, per_host)
+    num_ranks_per_host = count_ranks_per_host(host_names)
+    if isinstance(num_ranks_per_host, Availability):
+        return num_ranks_per_host
+    subgroups = split_by_host(group, num_ranks_per_host)
     return subgroups if isinstance(subgroups, Availability) else Hosts(*subgroups)
 
 
@@ -94,11 +94,11 @@ def _check_ascending(group: Group) -> Availability:
     return AVAILABLE
 
 
-def ranks_per_host(names: list[str]) -> int | Availability:
+def count_ranks_per_host(names: list[str]) -> int | Availability:
     """Return the number of ranks per host, from the ranks' host names; or the reason why there is no two-level layout.
 
     Example:
-        >>> ranks_per_host(["a", "a", "b", "b"])
+        >>> count_ranks_per_host(["a", "a", "b", "b"])
         2
     """
     num_hosts = len(set(names))
@@ -366,6 +366,6 @@ def to_group_error(error: FusedTPError, level: Group, group: Group) -> FusedTPEr
     if error.group:
         return error.in_parent_group(group.name, group.size, ranks)
     # Errors without a group: kernels set the field `missing`, and native shared memory names ranks in its message.
-    sentence = f"{{reason}} (Its ranks are ranks {join_words(map(str, ranks))} of group {{group!r}}.)"
+    message = f"{{reason}} (Its ranks are ranks {join_words(map(str, ranks))} of group {{group!r}}.)"
     missing = {ranks[rank]: last_state for rank, last_state in error.missing.items()}
-    return type(error)(sentence, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))
+    return type(error)(message, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))

@@ -58,7 +58,7 @@ class PipelinedSchedule(PlainSchedule):
             gathered.split(dim_shards.sizes, dim_shards.dim)[self.rank].copy_(x_shard)
             return outputs, gathered
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         def compute_columns(start: int, stop: int) -> Tensor:
@@ -98,7 +98,9 @@ class PipelinedSchedule(PlainSchedule):
                 overlapped_work()
             return _concatenate_columns([chunk.wait() for chunk in pending])
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
 
         def compute_columns(start: int, stop: int) -> Tensor:
@@ -153,8 +155,8 @@ class PipelinedSchedule(PlainSchedule):
 
     def _column_chunks(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         """Return the chunks of N, from M, N and the dtype only: K is sharded and may differ between ranks."""
-        chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
-        ranges = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
+        num_chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
+        ranges = [shard_range(n, max(1, num_chunks), i) for i in range(max(1, num_chunks))]
         return [bounds for bounds in ranges if bounds[0] < bounds[1]] or [(0, n)]
 
 

@@ -50,7 +50,7 @@ class PlainSchedule(RowSchedule):
         with self.transport.abort_scope("reduce_scatter"):
             return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.row_counts).wait()
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
@@ -60,7 +60,9 @@ class PlainSchedule(RowSchedule):
                 overlapped_work()
             return pending.wait()
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         with self.transport.abort_scope("matmul_all_reduce"):
             pending = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
             if overlapped_work is not None:

@@ -92,7 +92,7 @@ class TorchDist(GroupCalls):
             raise self._abort_on_error(call, error) from error
         if self.backend == "gloo" and not isinstance(work, PendingMessages):
             self._in_flight_collectives = [
-                earlier for earlier in self._in_flight_collectives if not earlier.is_completed()
+                collective for collective in self._in_flight_collectives if not collective.is_completed()
             ]
             self._in_flight_collectives.append(work)
         return PendingCall(lambda: self._wait_for_work(call, work))
@@ -153,7 +153,7 @@ class TorchDist(GroupCalls):
         if remaining_ranks and max(closed_seconds.values()) <= _PEERS_DONE_SECONDS:
             return False
         statuses = self.board.read()
-        return all(rank in statuses and statuses[rank].call >= call.number for rank in remaining_ranks)
+        return all(rank in statuses and statuses[rank].call >= call.call_number for rank in remaining_ranks)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class TorchDist(GroupCalls):
 
         return PendingCall(finish)
 
-    def _create_communicator(self, op: str, like: Tensor) -> None:
+    def _create_communicator(self, op: str, template: Tensor) -> None:
         """Create the group's communicator at the first shift, by a collective call of all ranks.
 
         torch creates it at the first call. If that call is a batch of sends and receives, all ranks must take part (see
@@ -285,20 +285,22 @@ class TorchDist(GroupCalls):
         """
         if not self._has_communicator:
             self._has_communicator = True
-            dummy = like.new_zeros(1)
+            dummy = template.new_zeros(1)
             self._start_transfer(op, lambda: dist.all_reduce(dummy, group=self.process_group, async_op=True)).wait()
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
         """Return this rank's rows of the sum of `x` [sum(sizes), ...] over ranks, plus `bias`."""
-        own_count = sizes[self.rank]
+        num_own_rows = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
-            out = x.new_empty((own_count, *x.shape[1:]))
+            out = x.new_empty((num_own_rows, *x.shape[1:]))
             pending = self._start_transfer(
                 op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True)
             )
             return _add_bias(bias, pending_output(pending, out))
-        terms = self.all_to_all(op, x, sizes, [own_count] * self.world_size)
-        return PendingCall(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own_count, *x.shape[1:]), bias))
+        terms = self.all_to_all(op, x, sizes, [num_own_rows] * self.world_size)
+        return PendingCall(
+            lambda: sum_in_rank_order(terms.wait().view(self.world_size, num_own_rows, *x.shape[1:]), bias)
+        )
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
         """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
@@ -318,20 +320,20 @@ class TorchDist(GroupCalls):
 
     def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
         # Split by elements, not by rows, so that a tensor with few long rows is distributed evenly too.
-        count = x.numel()
-        chunk = -(-count // self.world_size)
+        num_elements = x.numel()
+        chunk_size = -(-num_elements // self.world_size)
         flat = x.view(-1)
-        if chunk * self.world_size != count:
-            flat = torch.nn.functional.pad(flat, (0, chunk * self.world_size - count))
+        if chunk_size * self.world_size != num_elements:
+            flat = torch.nn.functional.pad(flat, (0, chunk_size * self.world_size - num_elements))
         if bias is not None:
             # Add the bias of this rank's elements before rounding, so that the result is rounded only once.
-            offset = self.rank * chunk % bias.numel()
-            bias = bias.repeat(-(-(offset + chunk) // bias.numel()))[offset : offset + chunk]
-        own_sum = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
+            offset = self.rank * chunk_size % bias.numel()
+            bias = bias.repeat(-(-(offset + chunk_size) // bias.numel()))[offset : offset + chunk_size]
+        own_sum = self.reduce_scatter(op, flat, [chunk_size] * self.world_size, bias)
 
         def start_all_gather() -> Pending[Tensor]:
             pending_total = self.all_gather(op, own_sum.wait())
-            return PendingCall(lambda: pending_total.wait()[:count].view_as(x))
+            return PendingCall(lambda: pending_total.wait()[:num_elements].view_as(x))
 
         return PendingCall(start_all_gather)
 

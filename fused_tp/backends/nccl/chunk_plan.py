@@ -19,11 +19,11 @@ from fused_tp.core.partition import shard_range
 
 
 class RowRange(NamedTuple):
-    """Range of `rows` rows, starting at row `start`, that is exchanged with rank `peer`."""
+    """Range of `num_rows` rows, starting at row `start`, that is exchanged with rank `peer`."""
 
     peer: int
     start: int
-    rows: int
+    num_rows: int
 
 
 class ChunkExchange(NamedTuple):
@@ -48,14 +48,14 @@ class ChunkPlan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
-    """Return the plan to gather all ranks' rows in up to `chunks` exchanges, first from rank - 1, then rank - 2, ...
+def gather_plan(counts: tuple[int, ...], rank: int, num_chunks: int) -> ChunkPlan:
+    """Return the plan to gather all ranks' rows in up to `num_chunks` exchanges, from rank - 1, then rank - 2, ...
 
     `start` of a send is a row of this rank's tensor; `start` of a receive is a row of the gathered tensor.
     """
-    (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
+    (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, num_chunks), _row_ranges(counts), []
     for group, chunk in itertools.product(groups, range(chunks_per_rank)):
-        sends = [((rank + distance) % len(counts), 0, counts[rank]) for distance in group]
+        sends = [RowRange((rank + distance) % len(counts), 0, counts[rank]) for distance in group]
         receives = [row_ranges[(rank - distance) % len(counts)] for distance in group]
         exchanges.append(
             ChunkExchange(_select_chunk(sends, chunk, chunks_per_rank), _select_chunk(receives, chunk, chunks_per_rank))
@@ -66,16 +66,16 @@ def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
 
 
 @lru_cache(maxsize=1024)
-def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
-    """Return the plan to send terms of all ranks' rows to their owners in up to `chunks` exchanges, farthest first.
+def scatter_plan(counts: tuple[int, ...], rank: int, num_chunks: int) -> ChunkPlan:
+    """Return the plan to send terms of all rows to their owners, farthest first, in up to `num_chunks` exchanges.
 
     The first chunk of all ranks' rows is exchanged first, so that its sums can start early. `start` of a send is a row
     of the full tensor; `start` of a receive is a row among this rank's own rows, for which rank `peer` sends its terms.
     """
-    (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, chunks), _row_ranges(counts), []
+    (chunks_per_rank, groups), row_ranges, exchanges = _chunks_and_groups(counts, num_chunks), _row_ranges(counts), []
     for chunk, group in itertools.product(range(chunks_per_rank), reversed(groups)):
         sends = [row_ranges[(rank + distance) % len(counts)] for distance in reversed(group)]
-        receives = [((rank - distance) % len(counts), 0, counts[rank]) for distance in reversed(group)]
+        receives = [RowRange((rank - distance) % len(counts), 0, counts[rank]) for distance in reversed(group)]
         exchanges.append(
             ChunkExchange(_select_chunk(sends, chunk, chunks_per_rank), _select_chunk(receives, chunk, chunks_per_rank))
         )
@@ -84,14 +84,14 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
     )
 
 
-def _chunks_and_groups(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
+def _chunks_and_groups(counts: Sequence[int], num_chunks: int) -> tuple[int, list[range]]:
     """Return (chunks per rank, groups of distances); one exchange moves one chunk of the ranks of one group."""
     num_distances = len(counts) - 1
     if num_distances == 0:
         return 1, []
-    group_size = -(-num_distances // chunks)  # e.g. 5 distances and 4 chunks: 3 groups, of 2, 2 and 1
+    group_size = -(-num_distances // num_chunks)  # e.g. 5 distances and 4 chunks: 3 groups, of 2, 2 and 1
     groups = [range(d, min(d + group_size, num_distances + 1)) for d in range(1, num_distances + 1, group_size)]
-    return max(1, min(chunks // num_distances, max(counts))), groups
+    return max(1, min(num_chunks // num_distances, max(counts))), groups
 
 
 def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
@@ -100,20 +100,22 @@ def _row_ranges(counts: Sequence[int]) -> list[RowRange]:
     return [RowRange(rank, start, stop - start) for rank, (start, stop) in enumerate(bounds)]
 
 
-def _select_chunk(ranges: Iterable[tuple[int, int, int]], chunk: int, num_chunks: int) -> tuple[RowRange, ...]:
-    """Return chunk number `chunk` of each range (peer, start, rows); empty chunks are omitted."""
-    chunk_ranges = ((peer, start, shard_range(rows, num_chunks, chunk)) for peer, start, rows in ranges)
+def _select_chunk(row_ranges: Iterable[RowRange], chunk_index: int, num_chunks: int) -> tuple[RowRange, ...]:
+    """Return chunk `chunk_index` of each range; empty chunks are omitted."""
+    chunk_ranges = (
+        (peer, start, shard_range(num_rows, num_chunks, chunk_index)) for peer, start, num_rows in row_ranges
+    )
     return tuple(
         RowRange(peer, start + begin, end - begin) for peer, start, (begin, end) in chunk_ranges if end > begin
     )
 
 
-def _merged_ranges(ranges: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
-    """Return the row ranges (start, stop) of `ranges`. Adjacent ranges are merged, so that one matmul computes them."""
+def _merged_ranges(row_ranges: Sequence[RowRange]) -> tuple[tuple[int, int], ...]:
+    """Return the (start, stop) of `row_ranges`. Adjacent ranges are merged, so that one matmul computes them."""
     merged: list[tuple[int, int]] = []
-    for next_range in sorted(ranges, key=lambda next_range: next_range.start):
+    for next_range in sorted(row_ranges, key=lambda next_range: next_range.start):
         if merged and merged[-1][1] == next_range.start:
-            merged[-1] = merged[-1][0], next_range.start + next_range.rows
+            merged[-1] = merged[-1][0], next_range.start + next_range.num_rows
         else:
-            merged.append((next_range.start, next_range.start + next_range.rows))
+            merged.append((next_range.start, next_range.start + next_range.num_rows))
     return tuple(merged)

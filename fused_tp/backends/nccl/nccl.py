@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.messages.torch_dist import TorchDist, existing_torch_dist
-from fused_tp.backends.nccl.chunk_plan import ChunkPlan, gather_plan
+from fused_tp.backends.nccl.chunk_plan import ChunkPlan, RowRange, gather_plan
 from fused_tp.backends.symmetric_memory.symm_mem import make_once_on_device
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
@@ -54,7 +54,7 @@ Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each tra
 
 @dataclass
 class ExchangeQueue:
-    """Sequence of `count` exchanges on a communicator's stream, with an event after each.
+    """Sequence of `num_exchanges` exchanges on a communicator's stream, with an event after each.
 
     No method makes the host wait, so exchanges can be captured in a CUDA graph. The watch thread reads this object.
     The caller must keep the sent and received tensors alive until it has waited for every exchange, or until the
@@ -62,7 +62,7 @@ class ExchangeQueue:
     """
 
     communicator: Any
-    count: int
+    num_exchanges: int
     call: StartedCall  # the call of the last exchange enqueued
     tickets: list[Any] = field(default_factory=list)  # one per enqueued exchange; None: no data has been exchanged yet
     includes_own_rows: bool = False
@@ -78,9 +78,9 @@ class ExchangeQueue:
             # an empty exchange is complete when the earlier ones are
             self.tickets.append(self.tickets[-1] if self.tickets else None)
 
-    def wait(self, exchange: int, stream: int) -> None:
-        """Make `stream` wait for exchange number `exchange` and all before it; raise if the communicator has failed."""
-        ticket = self.tickets[exchange]
+    def wait(self, exchange_index: int, stream: int) -> None:
+        """Make `stream` wait for exchange `exchange_index` and all before it; raise if the communicator has failed."""
+        ticket = self.tickets[exchange_index]
         if ticket is None:
             self.communicator.check()
         else:
@@ -88,7 +88,7 @@ class ExchangeQueue:
 
     def has_ended(self) -> bool:
         """True if all exchanges have been enqueued and have finished. Captured exchanges count as finished."""
-        if len(self.tickets) < self.count:
+        if len(self.tickets) < self.num_exchanges:
             return False
         return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
 
@@ -108,8 +108,10 @@ class ExchangeQueue:
 EnqueueExchanges = Callable[[ExchangeQueue, int], None]
 
 
-def _row_transfers(address: int, ranges: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
-    return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in ranges if row_bytes]
+def _row_transfers(address: int, row_ranges: Sequence[RowRange], row_bytes: int) -> Transfers:
+    return [
+        (peer, address + start * row_bytes, num_rows * row_bytes) for peer, start, num_rows in row_ranges if row_bytes
+    ]
 
 
 class PendingExchanges(Pending[None]):
@@ -142,10 +144,10 @@ class PendingExchanges(Pending[None]):
             queue.call = transport.begin(queue.call.op)
         transport.attempt(queue.call, lambda: self._launch(queue, transport.stream()))
 
-    def wait(self, exchange: int | None = None) -> None:
-        """Make the current stream wait for exchange number `exchange`, by default for all exchanges."""
+    def wait(self, exchange_index: int | None = None) -> None:
+        """Make the current stream wait for exchange `exchange_index`, by default for all exchanges."""
         last_index = len(self._queue.tickets) - 1
-        index = last_index if exchange is None else exchange
+        index = last_index if exchange_index is None else exchange_index
         stream = self._transport.stream()
         if index >= 0:
             self._transport.wait(self._queue, index, stream)
@@ -224,13 +226,19 @@ class NcclDist(TorchDist):
         For each exchange in turn, the caller computes the rows it sends (`plan.row_ranges`) and then calls `send`.
         """
         row_bytes, own_count = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
-        omitted_rows = own_count if partial.shape[0] != sum(plan.counts) else 0
+        num_omitted_rows = own_count if partial.shape[0] != sum(plan.counts) else 0
         source_address, destination_address = partial.data_ptr(), terms.data_ptr()
 
         def launch(queue: ExchangeQueue, stream: int) -> None:
             exchange = plan.exchanges[len(queue.tickets)]
-            sends = [(peer, start - omitted_rows * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
-            receives = [(peer, start + own_count * peer, rows) for peer, start, rows in exchange.receives]
+            sends = [
+                row_range._replace(start=row_range.start - num_omitted_rows * (row_range.peer > self.rank))
+                for row_range in exchange.sends
+            ]
+            receives = [
+                row_range._replace(start=row_range.start + own_count * row_range.peer)
+                for row_range in exchange.receives
+            ]
             queue.add(
                 _row_transfers(source_address, sends, row_bytes),
                 _row_transfers(destination_address, receives, row_bytes),
@@ -251,12 +259,12 @@ class NcclDist(TorchDist):
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
-        send_parts, receive_parts = x.split(list(send_sizes)), out.split(list(recv_sizes))
+        send_blocks, receive_blocks = x.split(list(send_sizes)), out.split(list(recv_sizes))
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         pending = self._exchange(
-            op, [(r, send_parts[r]) for r in peers], [(r, receive_parts[r]) for r in peers], (x, out)
+            op, [(r, send_blocks[r]) for r in peers], [(r, receive_blocks[r]) for r in peers], (x, out)
         )
-        receive_parts[self.rank].copy_(send_parts[self.rank])
+        receive_blocks[self.rank].copy_(send_blocks[self.rank])
         return pending_output(pending, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
@@ -285,10 +293,16 @@ class NcclDist(TorchDist):
         return current_stream(self.device)
 
     def _start_exchanges(
-        self, op: str, count: int, launch: EnqueueExchanges, tensors: Sequence[Tensor], *, enqueue_now: bool = True
+        self,
+        op: str,
+        num_exchanges: int,
+        launch: EnqueueExchanges,
+        tensors: Sequence[Tensor],
+        *,
+        enqueue_now: bool = True,
     ) -> PendingExchanges:
-        """Start a transfer of `count` exchanges. `launch` enqueues all; without `enqueue_now`, one per `send`."""
-        queue = ExchangeQueue(self.communicator, count, self.begin(op))
+        """Start a transfer. `launch` enqueues all exchanges; without `enqueue_now`, one per `send`."""
+        queue = ExchangeQueue(self.communicator, num_exchanges, self.begin(op))
         try:
             with self.abort_scope(op):
                 if enqueue_now:
@@ -335,7 +349,7 @@ class NcclDist(TorchDist):
             raise self._abort_on_error(call, error) from error
 
     def wait(self, queue: ExchangeQueue, index: int, stream: int) -> None:
-        """Make `stream` wait for exchange number `index` of `queue`."""
+        """Make `stream` wait for exchange `index` of `queue`."""
         with tracing.wait_span(queue.call.op):
             self.attempt(queue.call, lambda: queue.wait(index, stream))
 
@@ -436,8 +450,8 @@ class NcclDist(TorchDist):
             return
         if call is None or time.perf_counter() - call.start_time < PEER_POLL_SECONDS:
             return
-        if self._published_call < call.number:
-            self._published_call = call.number
+        if self._published_call < call.call_number:
+            self._published_call = call.call_number
             self.post_status(call)
         if self.board.has_failure():
             self.communicator.abort("a peer has aborted the group")  # aborts waits in the stream; later calls raise
@@ -495,25 +509,25 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
 
 
 def _create_transport(group: Group, device: torch.device) -> NcclDist | Availability:
-    facts_here = own_facts(group, device)
-    facts = [NcclFacts(**fields) for fields in exchange(group, "nccl", asdict(facts_here))]
-    if not (availability := check_facts(facts)):
+    own_info = own_rank_info(group, device)
+    rank_infos = [NcclRankInfo(**fields) for fields in exchange(group, "nccl", asdict(own_info))]
+    if not (availability := check_rank_infos(rank_infos)):
         return availability
     library, driver = load_libraries(device)
     communicator = import_module("fused_tp._core").Communicator(
         library,
         driver,
         device.index or 0,
-        bytes.fromhex(facts[0].id),
+        bytes.fromhex(rank_infos[0].id),
         group.rank,
         group.size,
         timeout_seconds=settings.timeout_seconds(),
     )
-    pids = watchable_pids([fact.process for fact in facts])
+    pids = watchable_pids([rank_info.process for rank_info in rank_infos])
     return NcclDist(group, device, communicator, pids)
 
 
-# -- availability, from facts that the ranks exchange ------------------------------------------
+# -- availability, from information that the ranks exchange -----------------------------------------------------------
 
 
 # File names of NCCL (empty: the library that torch has loaded) and of the driver, by device type.
@@ -528,8 +542,8 @@ def load_libraries(device: torch.device) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class NcclFacts:
-    """Facts of one rank, sent to all ranks to decide whether a communicator can be created."""
+class NcclRankInfo:
+    """Information about one rank, sent to all ranks to decide whether a communicator can be created."""
 
     process: Sequence[str | int]  # from `process_identity`
     gpu: str = ""
@@ -538,38 +552,38 @@ class NcclFacts:
     problem: str = ""
 
 
-def own_facts(group: Group, device: torch.device) -> NcclFacts:
-    """Return the facts of this rank."""
+def own_rank_info(group: Group, device: torch.device) -> NcclRankInfo:
+    """Return the information about this rank."""
     if find_spec("fused_tp._core") is None:
-        return NcclFacts(process_identity(), problem="this installation has no native core")
+        return NcclRankInfo(process_identity(), problem="this installation has no native core")
     if device.type not in NCCL_LIBRARIES:
-        return NcclFacts(process_identity(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
+        return NcclRankInfo(process_identity(), problem=f"NCCL supports NVIDIA GPUs only, not {device.type}")
     try:
         library, _ = load_libraries(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     except RuntimeError as error:
-        return NcclFacts(process_identity(), problem=str(error).splitlines()[0].rstrip("."))
+        return NcclRankInfo(process_identity(), problem=str(error).splitlines()[0].rstrip("."))
     if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
         # The variable overrides the communicator's configuration, and a blocking call of NCCL has no deadline.
-        return NcclFacts(
+        return NcclRankInfo(
             process_identity(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks"
         )
     # NCCL 2.30 and later allow several ranks on one GPU if the variable is set.
     may_share_gpu = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return NcclFacts(process_identity(), "" if may_share_gpu else gpu, library.version, unique_id)
+    return NcclRankInfo(process_identity(), "" if may_share_gpu else gpu, library.version, unique_id)
 
 
-def check_facts(facts: Sequence[NcclFacts]) -> Availability:
-    """Return whether ranks with these facts can create a communicator."""
-    if not (availability := first_unavailability(fact.problem for fact in facts)):
+def check_rank_infos(rank_infos: Sequence[NcclRankInfo]) -> Availability:
+    """Return whether the ranks can create a communicator."""
+    if not (availability := first_unavailability(rank_info.problem for rank_info in rank_infos)):
         return availability
-    versions = sorted({fact.version for fact in facts})
+    versions = sorted({rank_info.version for rank_info in rank_infos})
     if len({version // 100 for version in versions}) > 1:
         return unavailable(
             f"the group's ranks have loaded different versions of NCCL: {', '.join(map(_format_version, versions))}"
         )
-    gpus = [fact.gpu for fact in facts if fact.gpu]
+    gpus = [rank_info.gpu for rank_info in rank_infos if rank_info.gpu]
     if len(set(gpus)) < len(gpus):
         return unavailable(
             "several ranks of the group share a GPU (NCCL 2.30 and later support this with "

@@ -31,7 +31,7 @@ from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.core.partition import shard_range
 from fused_tp.core.tracing import span
 
-# smallest chunk; for smaller ones latency and slower matmuls cost more than overlap saves
+# Smallest chunk. For smaller ones, latency and slower matmuls cost more time than overlap saves.
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_CHUNKS = 8
 # Up to this size every rank receives all terms, in one exchange of W times the bytes instead of two sequential ones.
@@ -44,18 +44,18 @@ class NcclPipeline(PlainSchedule):
 
     Args:
         transport: transport of the group, from `backends.nccl.nccl.nccl_dist`.
-        chunks: largest number of exchanges per op (for matmul_all_reduce, of chunks of rows), equal on all ranks. None:
-            computed from the size.
+        num_chunks: largest number of exchanges per op (for matmul_all_reduce, of chunks of rows), equal on all ranks;
+            None: computed from the size.
     """
 
     name = "nccl_pipeline"
 
-    def __init__(self, transport: NcclDist, chunks: int | None = None) -> None:
+    def __init__(self, transport: NcclDist, num_chunks: int | None = None) -> None:
         super().__init__(transport)
-        if chunks is not None and chunks < 1:
-            raise ValueError(f"chunks must be at least 1, or None (computed from the size), got {chunks}.")
+        if num_chunks is not None and num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1, or None (computed from the size), got {num_chunks}.")
         self.transport: NcclDist = transport
-        self.chunks = chunks
+        self.num_chunks = num_chunks
         self._side_stream = SideStream()
 
     # -- steps of an op -----------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class NcclPipeline(PlainSchedule):
             outputs = [dim_shards.from_rank_major(y) for y in outputs]
             return outputs, dim_shards.from_rank_major(gathered) if request.return_gathered else None
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         x, counts = products[0][0], dim_shards.row_counts
@@ -137,7 +137,9 @@ class NcclPipeline(PlainSchedule):
                     sum_into(out[begin:end], terms[:, begin:end], bias)
         return out
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         out = x.new_empty((len(x), w.shape[0]))
         side_stream_work, main_stream_work = (overlapped_work, None) if x.is_cuda else (None, overlapped_work)
@@ -148,8 +150,8 @@ class NcclPipeline(PlainSchedule):
                 if main_stream_work is not None:
                     main_stream_work()
                 return sum_terms()
-            chunks = self._num_chunks(out.nbytes)
-            ranges = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
+            num_chunks = self._num_chunks(out.nbytes)
+            ranges = [(a, b) for a, b in (shard_range(len(out), num_chunks, i) for i in range(num_chunks)) if a < b]
             sum_previous: Callable[[], PendingExchanges] | None = None
             pending_gathers: list[PendingExchanges] = []
             for i, (begin, end) in enumerate(ranges):
@@ -172,8 +174,8 @@ class NcclPipeline(PlainSchedule):
 
     def _num_chunks(self, nbytes: int) -> int:
         """Return the number of exchanges, from the size of the gathered x or the result, which all ranks know."""
-        if self.chunks is not None:
-            return self.chunks
+        if self.num_chunks is not None:
+            return self.num_chunks
         return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
 
     def _start_one_shot_sum(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
@@ -229,10 +231,10 @@ def _slice_rows(products: Sequence[Product], begin: int, end: int) -> list[Produ
     return [(x[begin:end], w) for x, w in products]
 
 
-def _flat_bias(bias: Tensor | None, start: int, count: int) -> Tensor | None:
-    """Return the bias of `count` elements of the flattened output, from element `start` on."""
+def _flat_bias(bias: Tensor | None, start: int, num_elements: int) -> Tensor | None:
+    """Return the bias of `num_elements` elements of the flattened output, from element `start` on."""
     if bias is None:
         return None
     offset = start % len(bias) if len(bias) else 0
-    repeats = -(-(offset + count) // max(1, len(bias)))
-    return bias.repeat(repeats)[offset : offset + count]
+    repeats = -(-(offset + num_elements) // max(1, len(bias)))
+    return bias.repeat(repeats)[offset : offset + num_elements]

@@ -54,9 +54,9 @@ class SharedMemorySchedule(RowSchedule):
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        core_group, outer_start = self.transport.core_group, self.transport.calls_before_op
+        core_group, outer_calls_before = self.transport.core_group, self.transport.calls_before_op
         calls_before = core_group.calls
-        self.transport.calls_before_op = calls_before if outer_start is None else outer_start
+        self.transport.calls_before_op = calls_before if outer_calls_before is None else outer_calls_before
         try:
             yield
         except BaseException as error:
@@ -68,7 +68,7 @@ class SharedMemorySchedule(RowSchedule):
                 workspace.abandon()
             raise
         finally:
-            self.transport.calls_before_op = outer_start
+            self.transport.calls_before_op = outer_calls_before
 
     # -- collectives -----------------------------------------------------------------------------------
 
@@ -86,12 +86,12 @@ class SharedMemorySchedule(RowSchedule):
             self._gathers_in_flight.discard(workspace)
             with workspace:
                 out = x_shard.new_empty(dim_shards.shape)
-                for rank, part in enumerate(out.split(dim_shards.sizes, dim_shards.dim)):
+                for rank, shard in enumerate(out.split(dim_shards.sizes, dim_shards.dim)):
                     if rank == self.rank:
-                        part.copy_(x_shard)
+                        shard.copy_(x_shard)
                     else:
                         workspace.wait(rank, 1)
-                        part.copy_(workspace.buffer(rank, part.shape, out.dtype))
+                        shard.copy_(workspace.buffer(rank, shard.shape, out.dtype))
             return out
 
         return PendingCall(finish)
@@ -135,7 +135,7 @@ class SharedMemorySchedule(RowSchedule):
 
         return self.apply_to_gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
@@ -164,14 +164,18 @@ class SharedMemorySchedule(RowSchedule):
         dtype: torch.dtype,
         overlapped_work: OverlappedWork,
     ) -> Tensor:
-        dims, n, counts = (*fold_dims(dim_shards.shape), dim_shards.dim), dim_shards.shape[-1], dim_shards.row_counts
+        dims, n, row_counts = (
+            (*fold_dims(dim_shards.shape), dim_shards.dim),
+            dim_shards.shape[-1],
+            dim_shards.row_counts,
+        )
         with self.transport.begin(op, dims, dtype, prod(dim_shards.shape) * dtype.itemsize) as workspace:
-            write(workspace.buffer(self.rank, (sum(counts), n), dtype))
+            write(workspace.buffer(self.rank, (sum(row_counts), n), dtype))
             workspace.signal(1)
             if overlapped_work is not None:
                 overlapped_work()
             workspace.wait_all(1)
-            out = self.transport.empty((counts[self.rank], n), dtype)
+            out = self.transport.empty((row_counts[self.rank], n), dtype)
             if out.numel():
                 sources = workspace.addresses(self.world_size, dim_shards.row_starts[self.rank] * n * dtype.itemsize)
                 # The rows are contiguous, so they are summed as one long row.
@@ -204,9 +208,11 @@ class SharedMemorySchedule(RowSchedule):
                 overlapped_work()
             self.transport.all_reduce(y, y, "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias")
             return y
-        return self._matmul_sum(products, bias, overlapped_work)
+        return self._matmul_all_reduce(products, bias, overlapped_work)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         op, num_columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
 

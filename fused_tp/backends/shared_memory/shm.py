@@ -91,13 +91,13 @@ class ShmCall:
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return a view of `rank`'s memory of this call, at byte `offset`. Waits until that rank has begun the call."""
-        count = math.prod(shape)
-        if count == 0:
+        num_elements = math.prod(shape)
+        if num_elements == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         memory = self._memories.get(rank)
         if memory is None:
             memory = self._memories[rank] = self._call.workspace(rank, self._core_group)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+        return torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=offset).view(shape)
 
     def addresses(self, world_size: int, offset: int = 0) -> list[int]:
         """Return the addresses, in this process, of all ranks' memory of this call, plus `offset` bytes."""
@@ -185,21 +185,23 @@ class ShmTransport:
         except FusedTPError:  # the free memory is fragmented
             return None
 
-    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, reuse: bool = False) -> ShmCall:
+    def begin(
+        self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, may_reuse: bool = False
+    ) -> ShmCall:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` may differ.
 
         Args:
-            reuse: first wait for peers that are still in calls that this rank has ended, and reuse the memory of these
-                calls. For large calls, whose memory use would otherwise grow if one rank is ahead of the others.
+            may_reuse: first wait for peers that are still in calls that this rank has ended, and reuse the memory of
+                these calls. For large calls, whose memory use would otherwise grow if one rank is ahead of the others.
         """
-        call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
+        call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, may_reuse)
         return ShmCall(call, self.core_group, self.calls_before_op)
 
     @property
     def is_settled(self) -> bool:
-        """True if `begin` with `reuse` would not wait."""
-        settled: bool = self.core_group.is_settled()
-        return settled
+        """True if `begin` with `may_reuse` would not wait."""
+        is_settled: bool = self.core_group.is_settled()
+        return is_settled
 
     def write_and_all_reduce(
         self,
@@ -223,13 +225,13 @@ class ShmTransport:
                 "matmul_all_reduce", (m, n), x.dtype, lambda term: torch.mm(x, w.t(), out=term)
             )
         """
-        count = math.prod(shape)
-        memory = self._allocate_pooled(count * dtype.itemsize)
+        num_elements = math.prod(shape)
+        memory = self._allocate_pooled(num_elements * dtype.itemsize)
         dtype_index, dims = dtype_number(dtype), fold_dims(tuple(shape))
         if memory is not None:
             call = self.core_group.begin_in(op, dtype_index, dims, memory)
         else:
-            call = self.core_group.begin(op, dtype_index, dims, count * dtype.itemsize)
+            call = self.core_group.begin(op, dtype_index, dims, num_elements * dtype.itemsize)
         if self._retained_memory:  # peers read no memory of calls further back than MAX_CALLS_IN_FLIGHT
             self._retained_memory = [
                 retained for retained in self._retained_memory if retained[0] + _core.MAX_CALLS_IN_FLIGHT > call.number
@@ -246,7 +248,7 @@ class ShmTransport:
                     workspace.signal(1)
                     overlapped_work()
                 workspace.peers_may_end = True  # sum_workspaces signals
-                _core.sum_workspaces(self.core_group, call, count, dtype_index)
+                _core.sum_workspaces(self.core_group, call, num_elements, dtype_index)
                 return term.clone() if memory is None else term
         except BaseException:  # including Ctrl-C: keep the memory, because peers may still read it
             self._retained_memory.append((call.number, memory))

@@ -104,10 +104,10 @@ class GroupKernels(ABC, Generic[SlotT]):
         self._linked_kernels.add(kernels)
         kernels._linked_kernels.add(self)
 
-    def abort(self, sentence: str) -> None:
-        """Make the kernels unusable, with `sentence` as the reason, and abort all waits of peers for this rank."""
+    def abort(self, message: str) -> None:
+        """Make the kernels unusable, with `message` as the reason, and abort all waits of peers for this rank."""
         if self.fatal_error is None:
-            self._fail(self._error(FusedTPError, "{reason}", reason=sentence))
+            self._fail(self._error(FusedTPError, "{reason}", reason=message))
 
     def raise_if_failed(self) -> None:
         """Raise if an earlier call has failed or a peer's process has exited. Does not wait for running work.
@@ -118,11 +118,11 @@ class GroupKernels(ABC, Generic[SlotT]):
             FusedTPError: one of these was raised before, or a peer has failed.
         """
         if self.fatal_error is not None:
-            sentence = (
+            message = (
                 f"The group's {self._kernels_name} are unusable because an earlier call failed: {{cause}} Destroy the "
                 "process group and create a new one."
             )
-            raise self._error(FusedTPError, sentence, cause=self.fatal_error)
+            raise self._error(FusedTPError, message, cause=self.fatal_error)
         self.raise_if_call_failed()
         if self._lost_ranks:
             self._fail(self._loss_error())
@@ -141,8 +141,8 @@ class GroupKernels(ABC, Generic[SlotT]):
         assert self.fatal_error is not None
         raise self.fatal_error.copy()
 
-    def _error(self, error_class: type[FusedTPError], sentence: str, **fields: Any) -> FusedTPError:
-        return error_class(sentence, rank=self.rank, size=self.world_size, **fields)
+    def _error(self, error_class: type[FusedTPError], message: str, **fields: Any) -> FusedTPError:
+        return error_class(message, rank=self.rank, size=self.world_size, **fields)
 
     def _loss_error(self) -> FusedTPError:
         lost_rank = {self._lost_ranks[0]: ""}
@@ -219,8 +219,8 @@ class GroupKernels(ABC, Generic[SlotT]):
             yield
         except Exception as error:
             # Other ranks may have succeeded, so the ranks' next calls would not match.
-            sentence = f"Creating a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {{reason}})."
-            self._fail(self._error(FusedTPError, sentence, reason=str(error)))
+            message = f"Creating a workspace of {nbytes} bytes for {op} failed ({type(error).__name__}: {{reason}})."
+            self._fail(self._error(FusedTPError, message, reason=str(error)))
             raise
 
     # -- implemented by subclasses ------------------------------------------------------------------------------------
@@ -318,11 +318,11 @@ class Workspaces(GroupKernels[_Slot]):
         self._outside_slot = _Slot(None, 0, self.device.type == "cuda")
         self.watch()
 
-    def use(self, kind: str, nbytes: int, op: str, *, exclusive: bool = True) -> WorkspaceScope:
+    def use(self, kind: str, nbytes: int, op: str, *, is_exclusive: bool = True) -> WorkspaceScope:
         """Return a context manager that yields a workspace of at least `nbytes` for launches inside.
 
         Args:
-            exclusive: serialize the op with all ops of the device. If False, other ops may run at the same time, and
+            is_exclusive: serialize the op with all ops of the device. If False, other ops may run at the same time, and
                 the op must leave multiprocessors free for them.
 
         Raises:
@@ -333,12 +333,12 @@ class Workspaces(GroupKernels[_Slot]):
         slot = self._slot(kind, nbytes, op)
         slot.workspace.timeout_ns = int(_timeout_seconds() * 1e9)
         self.calls += 1
-        return GpuWorkspaceScope(self, slot, exclusive) if slot.is_on_gpu else WorkspaceScope(self, slot)
+        return GpuWorkspaceScope(self, slot, is_exclusive) if slot.is_on_gpu else WorkspaceScope(self, slot)
 
     def in_turn(self) -> AbstractContextManager[Any]:
         """Context manager of launches that wait for other ranks without a workspace; serialized with all other ops."""
         return (
-            GpuWorkspaceScope(self, self._outside_slot, exclusive=True)
+            GpuWorkspaceScope(self, self._outside_slot, is_exclusive=True)
             if self._outside_slot.is_on_gpu
             else nullcontext()
         )
@@ -362,7 +362,7 @@ class Workspaces(GroupKernels[_Slot]):
         expired_wait = self._expired_wait()
         if expired_wait is None:
             return None
-        # A rank that was notified of a peer's failure or exit did not wait until the deadline.
+        # Omit the timeout if this rank gave up because a peer failed or exited: it did not wait that long.
         timeout_text = (
             ""
             if expired_wait.gave_up or self._lost_ranks
@@ -378,7 +378,7 @@ class Workspaces(GroupKernels[_Slot]):
         # Also after the loss of a peer, although every rank detects it: a peer may wait for this rank in a call whose
         # data from the lost rank has arrived.
         try:
-            with GpuWorkspaceScope(self, slot, exclusive=False) if slot.is_on_gpu else nullcontext():
+            with GpuWorkspaceScope(self, slot, is_exclusive=False) if slot.is_on_gpu else nullcontext():
                 slot.workspace.leave(self._lost_ranks)
         except Exception as error:  # the device has failed; the caller already raises the original error
             _LOG.warning(
@@ -402,8 +402,10 @@ class Workspaces(GroupKernels[_Slot]):
         old_slot = self._slots.get(kind)
         if old_slot is not None and old_slot.nbytes >= nbytes:
             return old_slot
-        existing = f"only one of {old_slot.nbytes} bytes" if old_slot is not None else "none yet"
-        check_not_capturing(self.device, f"{op} needs a workspace of {nbytes} bytes, and the group has {existing}")
+        existing_description = f"only one of {old_slot.nbytes} bytes" if old_slot is not None else "none yet"
+        check_not_capturing(
+            self.device, f"{op} needs a workspace of {nbytes} bytes, and the group has {existing_description}"
+        )
         size = round_up_bytes(nbytes)
         # A rank must not free memory to which a peer may still write. So each rank waits for its own kernels, and then
         # creates the new workspace, which waits for all ranks. It waits for this slot's last op only, because if ranks
@@ -441,9 +443,9 @@ class GpuWorkspaceScope(WorkspaceScope):
 
     __slots__ = ("_is_capturing", "_previous_device", "_turns")
 
-    def __init__(self, workspaces: Workspaces, slot: _Slot, exclusive: bool) -> None:
+    def __init__(self, workspaces: Workspaces, slot: _Slot, is_exclusive: bool) -> None:
         super().__init__(workspaces, slot)
-        self._turns = (slot.turn, workspaces._turn) if exclusive else (slot.turn,)
+        self._turns = (slot.turn, workspaces._turn) if is_exclusive else (slot.turn,)
 
     def __enter__(self) -> Any:
         index = self._workspaces._memory.device.index

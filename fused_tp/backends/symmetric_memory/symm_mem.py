@@ -1,7 +1,7 @@
 """Symmetric memory, which kernels of all ranks of a group read and write: its availability, and its allocation.
 
 All ranks must make the same decision; otherwise some would launch kernels that wait for peers without kernels. So the
-ranks exchange their facts once per group, and all of them decide by the same facts.
+ranks exchange information once per group, and all of them decide by the same information.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class KernelMemory(ABC):
         """Stream of this rank in which nothing waits, so that copies on it can end waits; None on a CPU."""
         return self.own_streams(self, 1)[0] if self.device.type == "cuda" else None
 
-    def own_streams(self, owner: object, count: int) -> list[torch.cuda.Stream]:
-        """Return `count` streams of the GPU's highest priority, which are reused only once `owner` is deleted."""
+    def own_streams(self, owner: object, num_streams: int) -> list[torch.cuda.Stream]:
+        """Return `num_streams` streams of the GPU's highest priority, which are reused only once `owner` is deleted."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 
-        streams: list[torch.cuda.Stream] = own_streams(owner, self.device, count, has_high_priority=True)
+        streams: list[torch.cuda.Stream] = own_streams(owner, self.device, num_streams, has_high_priority=True)
         return streams
 
     @abstractmethod
@@ -124,8 +124,8 @@ def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nby
 
 
 @dataclass(frozen=True)
-class SymmMemFacts:
-    """Facts that one rank sends to the others."""
+class SymmMemRankInfo:
+    """Information that one rank sends to the others."""
 
     host: str
     process: Sequence[str | int]  # from `peer_watch.process_identity`
@@ -138,14 +138,17 @@ class SymmMemFacts:
 
 
 class GroupMemory(KernelMemory):
-    """`KernelMemory` of the processes of a group. `multicast`: one address reaches all ranks' memory (NVLink SHARP)."""
+    """`KernelMemory` of the processes of a group.
+
+    `has_multicast`: one address reaches all ranks' memory (NVLink SHARP).
+    """
 
     def __init__(
-        self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], multicast: bool
+        self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], has_multicast: bool
     ) -> None:
         self.group, self.rank, self.world_size = group, group.rank, group.size
         self.device = self.serialized_by = device
-        self.arch, self.sms, self.pids, self.multicast = arch, sms, pids, multicast
+        self.arch, self.sms, self.pids, self.has_multicast = arch, sms, pids, has_multicast
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
         if self.device.type == "cpu":
@@ -180,20 +183,20 @@ def knows_group_memory(group: Group, device: torch.device) -> bool:
 
 def _create_group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
-        own_facts = SymmMemFacts(host_id(), process_identity(), sms=_INTERPRETED_PROGRAMS)
+        own_info = SymmMemRankInfo(host_id(), process_identity(), sms=_INTERPRETED_PROGRAMS)
     else:
-        own_facts = _facts_of_gpu(device)
-    facts = [SymmMemFacts(**fields) for fields in exchange(group, "kernel memory", asdict(own_facts))]
-    availability, multicast = check_facts(facts), False
+        own_info = _gpu_rank_info(device)
+    rank_infos = [SymmMemRankInfo(**fields) for fields in exchange(group, "kernel memory", asdict(own_info))]
+    availability, has_multicast = check_rank_infos(rank_infos), False
     if availability and device.type == "cpu":
         if shm_transport(group) is None:
             availability = unavailable(f"the ranks cannot share memory: {shm_availability(group).reason}")
     elif availability:
-        availability, multicast = _try_allocation(group, device)
+        availability, has_multicast = _try_allocation(group, device)
     if not availability:
         return availability
-    pids = watchable_pids([fact.process for fact in facts])
-    return GroupMemory(group, device, facts[0].arch, sms_per_rank(facts), pids, multicast)
+    pids = watchable_pids([rank_info.process for rank_info in rank_infos])
+    return GroupMemory(group, device, rank_infos[0].arch, sms_per_rank(rank_infos), pids, has_multicast)
 
 
 def _try_allocation(group: Group, device: torch.device) -> tuple[Availability, bool]:
@@ -207,34 +210,36 @@ def _try_allocation(group: Group, device: torch.device) -> tuple[Availability, b
     answers = exchange(group, "symmetric memory", own_answer)
     problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
     availability = unavailable(f"torch could not allocate symmetric memory: {problems[0]}") if problems else AVAILABLE
-    return availability, all(multicast for _, multicast in answers)
+    return availability, all(has_multicast for _, has_multicast in answers)
 
 
-def sms_per_rank(facts: list[SymmMemFacts]) -> int:
+def sms_per_rank(rank_infos: list[SymmMemRankInfo]) -> int:
     """Return the smallest number of multiprocessors that a rank can use; ranks on one GPU share its multiprocessors.
 
     Kernels of the ranks wait for each other, so all of them must fit on the GPU at once.
     """
-    ranks_on = Counter(fact.gpu for fact in facts if fact.gpu)
-    return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
+    num_ranks_by_gpu = Counter(rank_info.gpu for rank_info in rank_infos if rank_info.gpu)
+    return max(1, min(rank_info.sms // num_ranks_by_gpu.get(rank_info.gpu, 1) for rank_info in rank_infos))
 
 
-def check_facts(facts: list[SymmMemFacts]) -> Availability:
-    """Return whether ranks with these facts can access each other's memory."""
-    if not (availability := first_unavailability(fact.problem for fact in facts)):
+def check_rank_infos(rank_infos: list[SymmMemRankInfo]) -> Availability:
+    """Return whether the ranks can access each other's memory."""
+    if not (availability := first_unavailability(rank_info.problem for rank_info in rank_infos)):
         return availability
-    if len({fact.host for fact in facts}) > 1:
+    if len({rank_info.host for rank_info in rank_infos}) > 1:
         return unavailable("the group's ranks are on several hosts")
-    if len({fact.arch for fact in facts}) > 1:
-        return unavailable(f"the group's GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
-    gpus = [fact.gpu for fact in facts if fact.gpu]
-    if len(set(gpus)) < len(gpus) and not all(fact.may_share_gpu for fact in facts):
+    if len({rank_info.arch for rank_info in rank_infos}) > 1:
+        return unavailable(
+            f"the group's GPUs differ: {', '.join(sorted({f'sm_{rank_info.arch}' for rank_info in rank_infos}))}"
+        )
+    gpus = [rank_info.gpu for rank_info in rank_infos if rank_info.gpu]
+    if len(set(gpus)) < len(gpus) and not all(rank_info.may_share_gpu for rank_info in rank_infos):
         return unavailable("several ranks of the group share a GPU")
-    for rank, fact in enumerate(facts):
+    for rank, rank_info in enumerate(rank_infos):
         # `unreachable_gpus` lacks GPUs that the rank does not see (CUDA_VISIBLE_DEVICES). torch checks those when it
         # allocates memory.
-        for peer, other in enumerate(facts):
-            if other.gpu in fact.unreachable_gpus:
+        for peer, peer_info in enumerate(rank_infos):
+            if peer_info.gpu in rank_info.unreachable_gpus:
                 return unavailable(f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer}")
     return AVAILABLE
 
@@ -295,7 +300,8 @@ def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem:
         FusedTPError: the ranks' rendezvous counts differ, so torch would wait forever.
     """
     global _rendezvous_count
-    # torch numbers rendezvous by process, not by group, and would wait for a number that no peer uses.
+    # torch counts rendezvous per process, not per group. If the ranks' counts differ, it waits forever for a number
+    # that no peer uses.
     answers = exchange(group, "rendezvous", (_rendezvous_count, problem))
     counts = [count for count, _ in answers]
     if len(set(counts)) > 1:
@@ -335,14 +341,14 @@ def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Ten
 
     name: Any = group.name
     workspaces = torch_symmetric_memory._group_name_to_workspace_tensor
-    outgrown = workspaces.get(name)
+    outgrown_workspace = workspaces.get(name)
     if device.type == "cpu":
         torch_symmetric_memory.get_symm_mem_workspace(name, nbytes)
-    elif outgrown is None or outgrown.numel() * outgrown.element_size() < nbytes:
+    elif outgrown_workspace is None or outgrown_workspace.numel() * outgrown_workspace.element_size() < nbytes:
         tensor, _ = _allocate_cuda(group, device, nbytes, name)
         workspaces[name] = tensor
     _WORKSPACES[group] = name
-    return outgrown
+    return outgrown_workspace
 
 
 @on_destroy
@@ -371,20 +377,20 @@ class _HostBarrier:
         exchange(self._group, "barrier of kernel memory")
 
 
-def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
+def _gpu_rank_info(device: torch.device) -> SymmMemRankInfo:
     index = device.index
     try:
         properties = torch.cuda.get_device_properties(index)
-        other_gpus = [other for other in range(torch.cuda.device_count()) if other != index]
+        other_gpu_indices = [gpu_index for gpu_index in range(torch.cuda.device_count()) if gpu_index != index]
         unreachable_gpus = tuple(
-            str(torch.cuda.get_device_properties(other).uuid)
-            for other in other_gpus
-            if not torch.cuda.can_device_access_peer(index, other)
+            str(torch.cuda.get_device_properties(gpu_index).uuid)
+            for gpu_index in other_gpu_indices
+            if not torch.cuda.can_device_access_peer(index, gpu_index)
         )
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
-        return SymmMemFacts(host_id(), process_identity(), problem=str(error).splitlines()[0])
+        return SymmMemRankInfo(host_id(), process_identity(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
-    return SymmMemFacts(
+    return SymmMemRankInfo(
         host_id(),
         process_identity(),
         str(properties.uuid),

@@ -89,19 +89,19 @@ class TorchSymmMem(Workspaces):
     Attributes:
         ops: the ops that all ranks have, by name.
         name: name of the group, which torch's ops accept.
-        multicast: True if the `multimem` ops can run.
+        has_multicast: True if the `multimem` ops can run.
     """
 
     def __init__(self, memory: GroupMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, {}, messages)
         self._kernels_name = "symm_mem ops"
         self._group = memory.group
-        self.name, self.multicast = memory.group.name, memory.multicast
-        ops_here = {name: find_torch_op(name, self.device.type) for name in (*REQUIRED_OPS, *OPTIONAL_OPS)}
-        own_names = [name for name, op in ops_here.items() if not isinstance(op, Availability)]
+        self.name, self.has_multicast = memory.group.name, memory.has_multicast
+        own_ops = {name: find_torch_op(name, self.device.type) for name in (*REQUIRED_OPS, *OPTIONAL_OPS)}
+        own_names = [name for name, op in own_ops.items() if not isinstance(op, Availability)]
         names_by_rank = [set(rank_names) for rank_names in exchange(self._group, "torch's symm_mem ops", own_names)]
         self.ops: dict[str, Any] = {
-            name: ops_here[name] for name in own_names if all(name in rank_names for rank_names in names_by_rank)
+            name: own_ops[name] for name in own_names if all(name in rank_names for rank_names in names_by_rank)
         }
         self._workspace_bytes = 0
         self._sum_buffer: Tensor | None = None
@@ -109,12 +109,12 @@ class TorchSymmMem(Workspaces):
         # for "workspace" and "sums": the smallest size that some rank could not allocate
         self._failed_bytes: dict[str, int] = {}
 
-    def reserve_memory(self, op: str, *, workspace: int = 0, sums: int = 0) -> bool:
-        """Allocate the memory for `turn` if it does not exist yet, on all ranks or on none. Return True if it exists.
+    def reserve_memory(self, op: str, *, workspace_bytes: int = 0, sum_bytes: int = 0) -> bool:
+        """Allocate missing memory for `op_scope`, on all ranks or on none. Return True if the memory exists.
 
         Args:
-            workspace: bytes that torch's op needs in torch's workspace, the same on all ranks.
-            sums: bytes that `summand` needs.
+            workspace_bytes: bytes that torch's op needs in torch's workspace, the same on all ranks.
+            sum_bytes: bytes that `summand` needs.
 
         Raises:
             RuntimeError: memory would have to grow while a CUDA graph is being captured.
@@ -122,8 +122,8 @@ class TorchSymmMem(Workspaces):
         """
         self.raise_if_failed()
         existing_bytes = 0 if self._sum_buffer is None else self._sum_buffer.numel()
-        return self._grow(op, "workspace", workspace, self._workspace_bytes) and self._grow(
-            op, "sums", sums, existing_bytes
+        return self._grow(op, "workspace", workspace_bytes, self._workspace_bytes) and self._grow(
+            op, "sums", sum_bytes, existing_bytes
         )
 
     def _grow(self, op: str, memory_name: str, nbytes: int, existing_bytes: int) -> bool:
@@ -142,28 +142,28 @@ class TorchSymmMem(Workspaces):
         size = round_up_bytes(nbytes)
         try:
             if memory_name == "workspace":
-                outgrown = make_torch_workspace(self._group, self.device, size)
+                outgrown_tensor = make_torch_workspace(self._group, self.device, size)
                 self._workspace_bytes = size
             else:
-                outgrown = self._sum_buffer
+                outgrown_tensor = self._sum_buffer
                 self._sum_buffer, self._handle = self._memory.allocate(size)
         except NoSymmetricMemory as error:
             self._failed_bytes[memory_name] = nbytes
             _LOG.warning("Calls of %s of this size or larger use plain collectives from now on: %s", op, error)
             return False
-        if outgrown is not None and self._outside_slot.is_captured:
-            self._outgrown_memory.append(outgrown)
+        if outgrown_tensor is not None and self._outside_slot.is_captured:
+            self._outgrown_memory.append(outgrown_tensor)
         return True
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def op_scope(self) -> Iterator[None]:
         """Context manager of one op, after `reserve_memory`: its kernels run after those of the previous op."""
         self.calls += 1
         with self.in_turn():
             yield
 
     def summand(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in symmetric memory for this rank's term of a sum; valid inside `turn`."""
+        """Return an uninitialized tensor in symmetric memory for this rank's term of a sum; valid inside `op_scope`."""
         assert self._sum_buffer is not None
         return self._sum_buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 

@@ -64,7 +64,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         if (
             "_low_contention_all_gather" not in self.symm_mem.ops
             or not self._is_even(dim_shards, x_shard.nbytes)
-            or not self.symm_mem.reserve_memory("all_gather", workspace=x_shard.nbytes)
+            or not self.symm_mem.reserve_memory("all_gather", workspace_bytes=x_shard.nbytes)
         ):
             return self.fallback._gather(x_shard, dim_shards)
         # During a capture, ops on two streams are unordered, so both could use the workspace at the same time.
@@ -76,7 +76,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         gather = self.symm_mem.ops["_low_contention_all_gather"]
 
         def gather_flat(flat: Tensor) -> Pending[Tensor]:
-            with self.symm_mem.turn(), span("all_gather", flat, self.name):
+            with self.symm_mem.op_scope(), span("all_gather", flat, self.name):
                 return PendingValue(_wait_for_result(gather(flat, self.symm_mem.name)))
 
         return gather_blocks(x_shard, dim_shards, gather_flat).wait()
@@ -86,11 +86,11 @@ class TorchSymmMemSchedule(KernelSchedule):
         # With multicast, torch gathers all of x in the workspace; otherwise it only stores a shard there.
         max_bytes = rows.nbytes * self.world_size
         if not self._is_even(dim_shards, rows.nbytes) or not self.symm_mem.reserve_memory(
-            "all_gather_matmul", workspace=max_bytes
+            "all_gather_matmul", workspace_bytes=max_bytes
         ):
             return self.fallback._gather_matmul(request, dim_shards)
         transposed_weights = [w.t() for w in request.weights]
-        with self.symm_mem.turn(), span("all_gather_matmul", rows, *request.weights, self.name):
+        with self.symm_mem.op_scope(), span("all_gather_matmul", rows, *request.weights, self.name):
             gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
                 rows, transposed_weights, 0, self.symm_mem.name, return_A=request.return_gathered
             )
@@ -109,24 +109,24 @@ class TorchSymmMemSchedule(KernelSchedule):
             scatter is None
             or not rows.is_floating_point()
             or not self._is_even(dim_shards, rows.nbytes // self.world_size)
-            or not self.symm_mem.reserve_memory("reduce_scatter", workspace=rows.nbytes)
+            or not self.symm_mem.reserve_memory("reduce_scatter", workspace_bytes=rows.nbytes)
         ):
             return self.fallback._sum_rows(rows, dim_shards)
-        with self.symm_mem.turn(), span("reduce_scatter", rows, self.name):
+        with self.symm_mem.op_scope(), span("reduce_scatter", rows, self.name):
             return _wait_for_result(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         (x, w), *other_products = products
         part_bytes = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
         if not self._is_even(dim_shards, part_bytes) or not self.symm_mem.reserve_memory(
-            "matmul_reduce_scatter", workspace=2 * part_bytes
+            "matmul_reduce_scatter", workspace_bytes=2 * part_bytes
         ):
-            return self.fallback._matmul_scatter(products, dim_shards, bias, overlapped_work)
+            return self.fallback._matmul_reduce_scatter(products, dim_shards, bias, overlapped_work)
         if other_products:  # torch's op does not sum products: concatenate their features into one product
             x, w = (torch.cat([product[operand] for product in products], dim=-1) for operand in (0, 1))
-        with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
+        with self.symm_mem.op_scope(), span("matmul_reduce_scatter", x, w, self.name):
             total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
         if overlapped_work is not None:
             overlapped_work()  # not on a side stream, where it would compete with torch's matmuls
@@ -137,18 +137,20 @@ class TorchSymmMemSchedule(KernelSchedule):
     def _sum_partial(self, partial: Tensor) -> Tensor:
         if not self._reserve_for_sum("all_reduce", partial.dtype, partial.nbytes):
             return self.fallback._sum_partial(partial)
-        with self.symm_mem.turn(), span("all_reduce", partial, self.name):
+        with self.symm_mem.op_scope(), span("all_reduce", partial, self.name):
             term = self.symm_mem.summand(partial.shape, partial.dtype)
             term.copy_(partial)
             return self._sum_term(term)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         x, w = products[0]
         shape = torch.Size((x.shape[0], w.shape[0]))
         nbytes = shape.numel() * x.element_size()
         if not self._reserve_for_sum("matmul_all_reduce", x.dtype, nbytes):
-            return self.fallback._matmul_sum(products, bias, overlapped_work)
-        with self.symm_mem.turn():
+            return self.fallback._matmul_all_reduce(products, bias, overlapped_work)
+        with self.symm_mem.op_scope():
             term = self.symm_mem.summand(shape, x.dtype)
             with span("matmul", products):
                 sum_of_products(products, out=term)
@@ -158,14 +160,14 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     def _sum_term(self, term: Tensor) -> Tensor:
         """Return the sum of `term` over ranks. `term` is in symmetric memory; the result is not."""
-        name, in_place = self._algorithm(term.nbytes, term.dtype)
+        name, is_in_place = self._algorithm(term.nbytes, term.dtype)
         total: Tensor = self.symm_mem.ops[name](term, "sum", self.symm_mem.name)
-        return term.clone() if in_place else total
+        return term.clone() if is_in_place else total
 
     def _algorithm(self, nbytes: int, dtype: torch.dtype) -> tuple[str, bool]:
         """Return (name of the op that sums this many bytes, True if it sums in place)."""
         is_small = nbytes <= ONE_SHOT_BYTES
-        if self.symm_mem.multicast:
+        if self.symm_mem.has_multicast:
             # Each rank reads the whole sum from the switch, whose order of three or more terms may vary by rank.
             if is_small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
                 return "multimem_one_shot_all_reduce", False
@@ -182,7 +184,7 @@ class TorchSymmMemSchedule(KernelSchedule):
     def _reserve_for_sum(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
         """Allocate the memory of an all-reduce if needed. True if it exists and one of torch's ops supports the sum."""
         is_supported = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT_BYTES == 0
-        return is_supported and self.symm_mem.reserve_memory(op, sums=nbytes)
+        return is_supported and self.symm_mem.reserve_memory(op, sum_bytes=nbytes)
 
 
 def _wait_for_result(result: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class FusedKernelSchedule(KernelSchedule):
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def _fallback_for(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
-        # K = 0: there is nothing to gather, and the products are zero.
+        # The gathered x is empty (M = 0 or K = 0): nothing to gather; results are empty or zero.
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
     def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
@@ -189,27 +189,27 @@ class FusedKernelSchedule(KernelSchedule):
         ], None if gathered is None else dim_shards.from_rank_major(gathered)
 
     def _gather_launch(self, request: GatherMatmul, dim_shards: DimShards) -> Any:
-        # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
+        # Tiles, and the widths of weights, may differ between ranks. One SM stays free, see _matmul_reduce_scatter.
         max_width = max(w.shape[0] for w in request.weights)
         return self._choose_launch(request.x_shard.dtype, sum(dim_shards.row_counts), max_width, min_margin=1)
 
-    def _matmul_scatter(
+    def _matmul_reduce_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, overlapped_work: OverlappedWork
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm.gemm_sum import gemm_reduce_scatter, reduce_scatter_bytes
 
-        x, counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
+        x, row_counts, n = products[0][0], dim_shards.row_counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
-        launch = self._choose_launch(x.dtype, sum(counts), n, min_margin=1)
+        launch = self._choose_launch(x.dtype, sum(row_counts), n, min_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
-        nbytes = reduce_scatter_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
+        nbytes = reduce_scatter_bytes(sum(row_counts), n, x.dtype, self.world_size, launch, rows_per_rank=row_counts[0])
         with (
             self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
             self._side_stream(overlapped_work, x.device),
         ):
             out: Tensor = gemm_reduce_scatter(
-                products, workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_contiguous_bias(bias)
+                products, workspace=workspace, launch=launch, rows_per_rank=row_counts[0], bias=_contiguous_bias(bias)
             )
         return out
 
@@ -219,16 +219,18 @@ class FusedKernelSchedule(KernelSchedule):
         x, w = products[0]
         shape = (*x.shape[:-1], w.shape[0])
         self.check("matmul_all_reduce", (*shape, bias is not None), x)
-        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
+        return self._matmul_all_reduce([(as_rows(x), w) for x, w in products], bias, overlapped_work).view(shape)
 
-    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork) -> Tensor:
+    def _matmul_all_reduce(
+        self, products: Sequence[Product], bias: Tensor | None, overlapped_work: OverlappedWork
+    ) -> Tensor:
         return self._launch_sum("matmul_all_reduce", products, overlapped_work, bias=_contiguous_bias(bias))[0]
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        rows = prod(x.shape[:-1])
-        tile_rows, _ = self._choose_launch(x.dtype, rows, weight.shape[0]).tile_counts(rows, 1)
+        num_rows = prod(x.shape[:-1])
+        tile_rows, _ = self._choose_launch(x.dtype, num_rows, weight.shape[0]).tile_counts(num_rows, 1)
         if not x.dtype == residual.dtype == norm_weight.dtype or tile_rows > self._max_norm_tile_rows:
             return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
@@ -253,12 +255,12 @@ class FusedKernelSchedule(KernelSchedule):
         x, w = products[0]
         m, n = len(x), w.shape[0]
         launch = self._choose_launch(x.dtype, m, n)
-        two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
+        is_two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
         self._check_launch(op, launch, x)
-        nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
+        nbytes = all_reduce_bytes(m, n, x.dtype, self.world_size, launch, two_shot=is_two_shot)
         with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(overlapped_work, x.device):
             result: tuple[Tensor, Tensor | None] = gemm_all_reduce(
-                products, workspace=workspace, launch=launch, two_shot=two_shot, **epilogue
+                products, workspace=workspace, launch=launch, two_shot=is_two_shot, **epilogue
             )
         return result
 
