@@ -8,6 +8,7 @@
 | `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |
 | `weight[60:] = rows`      | the same                                             | writes to the parameter          |
 | `float(weight.norm())`    | the norm of this rank's shard                        | the norm                         |
+| `weight.data = tensor`    | no effect                                            | writes to the parameter          |
 
 So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters produce the same
 values as in one process with the same random state. A draw, and a write to a slice along a sharded dim, temporarily
@@ -39,6 +40,7 @@ _RANDOM_WRITES = (
 )
 _CONSTANT_WRITES = ("zero_", "fill_.Scalar", "fill_.Tensor")  # assignment of a number to a slice is the last
 _RANDOM_CONSTRUCTORS = ("rand_like", "randn_like")
+_TENSOR_DATA: Any = Tensor.data  # the attribute's descriptor
 _OUT_OF_PLACE: dict[OpOverload, OpOverload] = {}  # such as aten.mul_.Tensor: aten.mul.Tensor
 
 
@@ -56,6 +58,8 @@ def write_as_one_process() -> None:
     _OUT_OF_PLACE.update((write, form) for write, form in _writes_and_out_of_place() if write.name() not in rules)
     for name, rule in [*rules.items(), *((write.name(), _write) for write in _OUT_OF_PLACE)]:
         torch.library.register_torch_dispatch(name, DTensor, rule)
+    for name, attribute in {"data": property(_TENSOR_DATA.__get__, _assign_data)}.items():
+        setattr(DTensor, name, attribute)
 
 
 def _writes_and_out_of_place() -> Iterator[tuple[OpOverload, OpOverload]]:
@@ -177,6 +181,27 @@ def _reduce(placement: Partial, values: Sequence[Any]) -> Any:
     return reductions[placement.reduce_op](values)
 
 
+@torch.no_grad()
+def _assign_data(target: DTensor, value: Tensor) -> None:
+    """Assign to `target.data`: a DTensor, the full tensor, or this rank's shard."""
+    mesh, placements = _layout(target)
+    if isinstance(value, DTensor):
+        assigned = value.redistribute(mesh, placements)
+    elif value.shape == target.shape:
+        assigned = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    elif value.shape == target._local_tensor.shape:
+        layout: dict[str, Any] = {"shape": target.shape, "stride": target.stride(), "run_check": False}
+        assigned = DTensor.from_local(value.detach(), mesh, placements, **layout)
+    else:
+        raise ValueError(
+            f"a tensor of shape {tuple(value.shape)} was assigned to the data of a parameter of shape "
+            f"{tuple(target.shape)}, of which this rank holds {tuple(target._local_tensor.shape)}. Assign a tensor of "
+            "one of these shapes."
+        )
+    _TENSOR_DATA.__set__(target, assigned)
+    target._local_tensor, target._spec = assigned._local_tensor.detach(), assigned._spec
+
+
 def _is_sharded_like(target: DTensor, value: object) -> bool:
     """True if a pointwise operation on the shard of `target` can use the local tensor of `value`, or a number."""
     if not isinstance(target, DTensor) or any(isinstance(placement, Partial) for placement in target.placements):
@@ -186,7 +211,7 @@ def _is_sharded_like(target: DTensor, value: object) -> bool:
     return not isinstance(value, Tensor) or value.ndim == 0
 
 
-def _layout(tensor: DTensor) -> tuple[object, object]:
+def _layout(tensor: DTensor) -> tuple[Any, Any]:
     return tensor.device_mesh, tensor.placements
 
 

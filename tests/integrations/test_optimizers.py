@@ -161,9 +161,16 @@ def test_assigned_data_of_dtensors(group: dist.ProcessGroup) -> None:
     model, tokens = fused_tp.parallelize(make("llama"), mesh_of(group, 1, 2)), make_tokens(1, 8)
     model(input_ids=tokens)
     model.to(torch.float64)(input_ids=tokens)
-    weight = model.model.norm.weight
-    weight.data = weight.data * 2
-    assert_refused(model, tokens, says="model.norm.weight.data was assigned")
+    for weight in (model.model.norm.weight, model.model.layers[0].mlp.down_proj.weight):
+        expected = weight.full_tensor() * 2
+        weight.data = weight.data * 2
+        assert torch.equal(weight.full_tensor(), expected)
+        weight.grad = weight.detach() * 1
+        weight.grad.data = weight.grad.data.clamp(-0.1, 0.1)
+        assert torch.equal(weight.grad.full_tensor(), expected.clamp(-0.1, 0.1))
+        weight.data = weight.data.float()
+        assert weight.dtype == weight.to_local().dtype == torch.float32
+        assert_refused(setattr, weight, "data", torch.zeros(1, 3), says="a tensor of shape (1, 3) was assigned")
 
 
 def skips_alike(group: dist.ProcessGroup, model: Any, optimizer: torch.optim.Optimizer, poisoned: Tensor) -> bool:

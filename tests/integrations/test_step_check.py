@@ -158,9 +158,9 @@ class Late(Block):
 
 @on_ranks(2)
 def test_what_changes_after_the_first_step(group: dist.ProcessGroup) -> None:
-    """The comparison runs again at calls 2, 10, 100, ..., and at the calls that are due if arguments differ."""
+    """The comparison runs again at calls 2, 10, 100, ..., and at the calls that are due if conditions differ."""
     cp, tokens = mesh_of(group, 2, 1)["cp"], make_tokens(2, 8) % 37
-    for first_call, found_at in ((2, 2), (3, 10)):
+    for first_call, found_at in ((2, 2), (3, 3), (4, 10)):  # `calls` is a new condition until call 3
         model = parallelize(Late(first_call), cp, plan=PLAN)
         for _ in range(found_at - 1):
             model(tokens)
@@ -261,7 +261,7 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
         torch.manual_seed(5)
         for step in range(4):
             loss = model(tokens).square().mean()
-            assert verify is False or compared(model) == (step < 2)
+            assert verify is False or compared(model) == (step < 3)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -437,7 +437,7 @@ def test_steps_of_compiled_code_and_flags_that_change(group: dist.ProcessGroup) 
         torch.compile(model, backend="eager")(tokens).sum().backward()
         optimizer.step()
         assert (group.rank() == 0) == any("its gradients come from compiled code" in line for line in lines), lines
-    model = parallelize(Late(1000), tp, plan=PLAN).eval()
+    model = parallelize(Late(1000), tp, plan=PLAN, verify=False).eval()
     model.first_call = 999
     with log_lines() as lines, torch.no_grad():
         for _ in range(3):  # `calls` changes too, in each, by forward itself
@@ -614,6 +614,11 @@ def test_hooks_added_between_the_checks(group: dist.ProcessGroup) -> None:
     model, tokens = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN), make_tokens(2, 8) % 37
     for _ in range(4):
         model(tokens)
+    model.up.register_forward_hook(lambda module, args, output: mean_of_tokens(output))
+    with pytest.raises(ValueError, match="first module whose output differs is 'up'"):
+        model(tokens)
+    model = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN, verify=False)
+    model(tokens)
     model.up.register_forward_hook(lambda module, args, output: mean_of_tokens(output))
     with log_lines() as lines:
         model(tokens)

@@ -2,7 +2,7 @@
 
 | condition                                              | example of a change                                       |
 |--------------------------------------------------------|-----------------------------------------------------------|
-| callers' code: forwards, hooks, callable attributes    | a forward hook                                            |
+| callers' code: forwards, hooks, callable attributes    | a forward hook, of a module or global                     |
 | flags, texts, None, and numbers in modules, in buffers | `layer.clip = True`, `alpha.fill_(0.5)`                   |
 | of one element and in variables of the callers' code   |                                                           |
 | functions of torch and of the modules' source files    | `torch.nn.functional.gelu = other`                        |
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -30,6 +30,7 @@ from fused_tp.parallelizing.checks.model_check import callers_code
 from fused_tp.parallelizing.checks.reachable import find_variables
 from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, model_configs
 
+_GLOBAL_HOOKS = {name: value for name, value in vars(nn.modules.module).items() if isinstance(value, OrderedDict)}
 _MAX_NUMBERS = 3  # a variable with more values is a counter or a measurement, whose values are not compared
 
 
@@ -76,6 +77,8 @@ def find_conditions(model: nn.Module) -> Conditions:
                 conditions.add_value((name, key), value)
         for key, buffer in module._buffers.items():
             conditions.add_value((name, key), buffer)
+    for table_name, table in _GLOBAL_HOOKS.items():
+        conditions.states.update({(table_name, index): hook for index, hook in enumerate(table.values())})
     for config_index, config in enumerate(model_configs(model)):
         for key, value in vars(config).items():
             conditions.add_value(("config", config_index, key), value)
@@ -102,12 +105,15 @@ class ComparedConditions:
     def __init__(self) -> None:
         self._states: dict[object, list[object]] = {}
         self._numbers: dict[object, list[float]] = {}
+        self._is_copy = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_states": {}, "_numbers": {}}  # a copy of a model has other code
+        return {"_states": {}, "_numbers": {}, "_is_copy": True}  # the code of a copied model cannot be compared
 
     def has_new(self, conditions: Conditions) -> bool:
         """True if a condition has a value under which the model has not been compared."""
+        if self._is_copy:
+            return False
         return any(not _contains(self._states.get(key, ()), value) for key, value in conditions.states.items()) or any(
             len(numbers := self._numbers.get(key, [])) < _MAX_NUMBERS and value not in numbers
             for key, value in conditions.numbers.items()

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_tp.core.checks import is_check_due
+from fused_tp.core.checks import is_change_check_due
 from fused_tp.core.errors import RankMismatchError, join_words
 from fused_tp.core.pending import checksum
 from fused_tp.nn.sharding import PLAIN_SHARDINGS
@@ -55,8 +54,8 @@ class ModuleCheck:
         is_from_meta: True if the model was built on the meta device, so that its parameters may have no values yet.
 
     Raises:
-        ValueError: a parameter, or a module with parameters, was added to a tensor parallel model; `parameter.data` was
-            assigned, which has no effect on a DTensor; or parameters have no values.
+        ValueError: a parameter, or a module with parameters, was added to a tensor parallel model, or parameters have
+            no values.
     """
 
     def __init__(self, parallelism: Any, model: nn.Module, *, is_from_meta: bool) -> None:
@@ -68,7 +67,6 @@ class ModuleCheck:
         self._logged_changes: set[tuple[str, ...]] = set()  # a caller may add and remove a hook around each call
         self._tables: list[Any] = []  # dicts of hooks and attributes of all modules
         self._table_sizes: list[int] = []  # their lengths when the code was recorded
-        self.storages = _parameter_storages(model)
 
     def record_code(self, model: nn.Module) -> None:
         """Record that the current code of `model` has been compared with the unsharded model."""
@@ -90,14 +88,13 @@ class ModuleCheck:
     def record_values(self, model: nn.Module, args: Any, output: Any) -> None:
         """Record values before the next check, so that it logs no changes by forward itself. A forward hook."""
         if not are_checks_suspended():
-            is_next_due = is_check_due(self.call_count + 1)
+            is_next_due = is_change_check_due(self.call_count + 1)
             self._values = {n: _callers_values(m) for n, m in model.named_modules()} if is_next_due else {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Without records of parameters and modules, because those of a copy differ.
         return {
             **vars(self),
-            "storages": {},
             "_code": {},
             "_values": {},
             "_tables": [],
@@ -109,7 +106,7 @@ class ModuleCheck:
         if are_checks_suspended():
             return
         self.call_count += 1
-        self._is_due = is_check_due(self.call_count)
+        self._is_due = is_change_check_due(self.call_count)
         if not self._is_due:
             return
         for name, module in model.named_modules():
@@ -134,7 +131,6 @@ class ModuleCheck:
                         "rank's shard after parallelize (a quantizer may do so). Quantize layers before parallelize, "
                         "and remove them from the plan. To load other values, use load_full_state_dict."
                     )
-        self._check_storages(model)
         if self.is_from_meta and self.parallelism.tp_mesh is not None:
             self.is_from_meta = False
             _check_values(model)
@@ -165,18 +161,6 @@ class ModuleCheck:
                     ", ".join(changed_parts),
                 )
 
-    def _check_storages(self, model: nn.Module) -> None:
-        current_storages = _parameter_storages(model)
-        for name, parameter in model.named_parameters():
-            old_storage, new_storage = self.storages.get(id(parameter)), current_storages.get(id(parameter))
-            if old_storage and new_storage and old_storage[0] != new_storage[0] and old_storage[1] == new_storage[1]:
-                raise ValueError(
-                    f"{name}.data was assigned, which has no effect on a DTensor: the rank's shard is unchanged. "
-                    "Write in place, for example parameter.mul_(0.5) under torch.no_grad(), or load full tensors with "
-                    "load_full_state_dict."
-                )
-        self.storages = current_storages
-
 
 def remember_code(model: nn.Module) -> None:
     """Record that the callers' current code in `model` has been compared with the unsharded model."""
@@ -184,22 +168,6 @@ def remember_code(model: nn.Module) -> None:
         check = getattr(hook, "__self__", None)
         if isinstance(check, ModuleCheck):
             check.record_code(model)
-
-
-def _parameter_storages(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
-    """Map the id of each DTensor parameter to the storages of the DTensor itself (empty) and of its shard.
-
-    An assignment to `data` replaces only the first. The storages are referenced weakly, not the tensors, because
-    module.to() cannot swap tensors that have weak references.
-    """
-    dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
-    return {
-        id(parameter): (
-            StorageWeakRef(parameter.untyped_storage()),
-            StorageWeakRef(parameter._local_tensor.untyped_storage()),
-        )
-        for parameter in dtensors
-    }
 
 
 def _check_values(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_tp.core.checks import is_change_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
@@ -145,7 +145,7 @@ class StepCheck:
                     self._compare_evaluation(model, args, kwargs)
             return
         if running_node_number() is not None:
-            if not self._compared_keys:
+            if not self.calls:
                 self._report_skipped("it runs in an activation checkpoint with use_reentrant=True")
             return
         is_trained = any(p.requires_grad for p in model.parameters())
@@ -332,14 +332,13 @@ class _UnshardedStep:
         weights: weights of outputs, by index, of the sum that is differentiated.
         gradients: (this rank's shard, norm of the full gradient) by name of a parameter or argument; None if not
             computed.
-        written_buffers: small buffers that forward has changed, by name.
-        written_variables: tensors and numbers that forward and hooks have written to variables.
+        written_variables: tensors and numbers that forward and hooks have written to variables and small buffers, and
+            numbers that forward returns.
     """
 
     outputs: list[Tensor]
     weights: dict[int, Tensor]
     gradients: dict[str, tuple[Tensor, float]] | None
-    written_buffers: dict[str, Tensor]
     written_variables: dict[VariableId, Any]
 
 
@@ -373,6 +372,7 @@ class _StepComparison:
             if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()
         }
         self.input_copies: dict[str, Tensor] = {}
+        self._returned_numbers: dict[VariableId, Any] = {}  # numbers that the last run has returned
         self.mode = Mode.AS_IT_IS
         self.dtype = least_precise_dtype(model)
         device = next(model.parameters()).device.type
@@ -432,19 +432,16 @@ class _StepComparison:
         with isolated_passes(self.model, self.mode, with_gradients=self.with_gradients, written_variables=variables):
             outputs = self._run()
             has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
-            buffers = self._small_buffers()
+            variables |= self._buffer_values() | self._returned_numbers
             parameters = {**self.trainable, **self.input_copies}
             gradients = self._gradients(outputs, weights, parameters) if has_known_shapes else None
         if documents := self.check.sequence.documents:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
         output_error = self._output_error(outputs, expected)
         del outputs
-        buffer_names = self._different_buffers(unsharded_step.written_buffers, buffers)
-        reports = gather_over_meshes(meshes, "shapes and buffers", [has_known_shapes, buffer_names])
-        if not all(has_shapes for has_shapes, _ in reports):
+        if not all(gather_over_meshes(meshes, "shapes", has_known_shapes)):
             known_shapes.pop(key)
             return "its outputs have other shapes than in an equal call before"
-        self._report_buffers([name for _, names in reports for name in names])
         self._compare_variables(unsharded_step, variables)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
@@ -526,7 +523,13 @@ class _StepComparison:
             return value.detach().clone() if isinstance(value, Tensor) else value
 
         args, kwargs = tree_map(copy_argument, (self.args, dict(self.kwargs)))
-        return output_tensors(self.model(*args, **kwargs))
+        output = self.model(*args, **kwargs)
+        self._returned_numbers = {
+            VariableId(0, str(index), f"number {index} that it returns"): leaf
+            for index, leaf in enumerate(tree_leaves(output))
+            if type(leaf) in (int, float)
+        }
+        return output_tensors(output)
 
     def _gather_parameters(self) -> str:
         """Gather full parameters; return the reason if that fails, or "". A collective call."""
@@ -564,7 +567,7 @@ class _StepComparison:
                     with _time_limit(self.model, TIME_LIMIT_SECONDS):
                         outputs = self._run()
                     description = "backward of the unsharded"
-                    buffers = self._small_buffers()
+                    variables |= self._buffer_values(written_only=True) | self._returned_numbers
                     weights = _output_weights(shapes, outputs, self.token_mask)
                     # Inside this context, which restores buffers on exit: backward may read them.
                     gradients = self._gradients(outputs, weights, parameters | self.input_copies)
@@ -580,13 +583,8 @@ class _StepComparison:
             return None, f"{class_name}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in outputs):
             return None, f"the unsharded {class_name} returns NaN"
-        written_buffers = {
-            name: t
-            for name, t in buffers.items()
-            if name in self.buffers and not (t.shape == self.buffers[name].shape and torch.equal(t, self.buffers[name]))
-        }
         outputs = [t.detach() for t in outputs]
-        return _UnshardedStep(outputs, weights, self._expected_gradients(gradients), written_buffers, variables), ""
+        return _UnshardedStep(outputs, weights, self._expected_gradients(gradients), variables), ""
 
     def _expected_gradients(
         self, gradients: Mapping[str, Tensor | None] | None
@@ -633,29 +631,16 @@ class _StepComparison:
             if 0 < t.numel() <= _MAX_BUFFER_NUMEL and type(t) is Tensor and not t.is_complex()
         }
 
+    def _buffer_values(self, *, written_only: bool = False) -> dict[VariableId, Any]:
+        """Return the small buffers; with `written_only`, those with other values than before the comparison."""
+        return {
+            VariableId(0, name, f"buffer {name!r}"): t
+            for name, t in self._small_buffers().items()
+            if name in self.buffers
+            and not (written_only and t.shape == self.buffers[name].shape and torch.equal(t, self.buffers[name]))
+        }
+
     # -- errors --------------------------------------------------------------------------------------------------------
-
-    def _different_buffers(self, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the buffers in `expected`, which forward writes, that have other values in `actual`."""
-        bound = _GRADIENT_BOUNDS.get(self.dtype, _GRADIENT_BOUND_16_BIT)
-        return [
-            name
-            for name, t in expected.items()
-            if name in actual
-            and t.shape == actual[name].shape
-            and two_norm(t.double() - actual[name].double()) > bound * max(two_norm(t.double()), 1e-6)
-        ]
-
-    def _report_buffers(self, names: Sequence[str]) -> None:
-        """Log the first of the buffers `names`, to which the sharded model writes other values."""
-        if names and not self.is_routed:
-            warn_once(
-                self.check.meshes,
-                f"buffer {names[0]}",
-                "forward writes other values to the buffer %r than without sharding: it sees this rank's tokens or "
-                "features only. Reduce what it writes over the ranks; else results that depend on the buffer differ.",
-                names[0],
-            )
 
     def _compare_variables(self, unsharded_step: _UnshardedStep, actual: Mapping[VariableId, Any]) -> None:
         """Log the first variable that has another value in `actual` than in `unsharded_step`. A collective call."""
@@ -667,7 +652,9 @@ class _StepComparison:
         repeated_variables: dict[VariableId, Any] = {}
         parameters = {name: self.full_parameters[name] for name in self.trainable}
         with self._unsharded(repeated_variables):
-            self._gradients(self._run(), unsharded_step.weights, parameters | self.input_copies)
+            outputs = self._run()
+            repeated_variables |= self._buffer_values() | self._returned_numbers
+            self._gradients(outputs, unsharded_step.weights, parameters | self.input_copies)
         self.full_parameters = {}
         # Times, for example, differ from run to run.
         varying_variables = {
