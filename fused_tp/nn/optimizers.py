@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.core.checks import FIRST_CALLS, is_check_due
@@ -71,6 +71,7 @@ _NORM_TOLERANCE = 1e-3  # relative to the norm of all gradients; larger than rou
 
 _watched_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _methods_before_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[nn.Module], None]]] = WeakKeyDictionary()
+_methods_after_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[nn.Module], None]]] = WeakKeyDictionary()
 # Names of parameters that were replaced, and that no model uses any more.
 _replaced_parameters: Any = WeakIdKeyDictionary()
 _step_records: WeakKeyDictionary[Optimizer, _StepRecord] = WeakKeyDictionary()
@@ -116,6 +117,11 @@ def call_before_steps(model: nn.Module, method: Callable[[nn.Module], None]) -> 
     _methods_before_steps[model] = WeakMethod(method)
 
 
+def call_after_steps(model: nn.Module, method: Callable[[nn.Module], None]) -> None:
+    """Call the bound `method` with `model` after each step of its optimizers, while its object exists."""
+    _methods_after_steps[model] = WeakMethod(method)
+
+
 def optimizer_step_counts(model: nn.Module) -> list[int]:
     """Return the number of steps on `model` of each optimizer with more than one parameter, ordered by first step."""
     return list(getattr(model, _STEPS_ATTRIBUTE, ()))
@@ -134,6 +140,7 @@ def record_replaced_parameters(old_parameters: Mapping[nn.Parameter, str], model
 def install_hooks() -> None:
     """Register this module's functions with torch, once per process, when the first parameter is sharded."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
     for scaler_class in (torch.amp.GradScaler, ShardedGradScaler):  # patch both: the second class overrides the method
         scaler_class._unscale_grads_ = _with_shared_result(scaler_class._unscale_grads_)  # type: ignore[method-assign]
 
@@ -158,6 +165,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_step(optimizer, record)
     for model, index in list(record.indices.items()):
         getattr(model, _STEPS_ATTRIBUTE)[index] += 1
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    record = None if torch.compiler.is_compiling() else _step_records.get(optimizer)
+    if record is None:
+        return
+    has_one_parameter = len(_optimizer_parameters(optimizer)) == 1  # `_check_step` records no models of these
+    for model, reference in list(_methods_after_steps.items()):
+        method = reference()
+        if method is not None and (has_one_parameter or model in record.indices):
+            method(model)
 
 
 def _optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -31,10 +31,11 @@ from fused_tp.core.partition import shard_range
 from fused_tp.core.store import exchange
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
-from fused_tp.nn.optimizers import call_before_steps, optimizer_step_counts, watch_model
+from fused_tp.nn.optimizers import call_after_steps, call_before_steps, optimizer_step_counts, watch_model
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
+from fused_tp.parallelizing.checks.gradient_check import norm_and_projection
 from fused_tp.parallelizing.checks.model_check import check_equal_models, is_library_function, warn_once
 from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[[Any, Any], Tensor]
 _IGNORED_LABEL = -100  # label of ignored tokens, as everywhere in transformers
+_TIED_TOLERANCE = 1e-4  # relative difference of copies of a parameter that the order of sums may explain
 _SCALE_TOLERANCE = 0.01  # relative difference of factors between stages that rounding may explain
 _LABEL_NAMES = ("labels", "shift_labels")
 # Argument of forward: divisor of the sum over targets, in place of a microbatch's own number of targets.
@@ -518,11 +520,13 @@ class Pipeline:
         # the optimizer's step.
         self._gradient_norms: Tensor | None = None
         self._gradient_scale: float | None = None
-        self._changes: tuple[int, int] | None = None  # after a checked step: see `_count_changes`
+        self._num_changes: int | None = None  # after a checked step and the optimizers' steps: see `_count_changes`
+        self._has_changed_gradients = False  # gradients were changed by other than one factor since a checked step
         for stage in stages.values():
             shared_meshes = [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None]
             watch_model(stage.model, shared_meshes, is_stage=pp_mesh.size() > 1)
             call_before_steps(stage.model, self._record_gradient_scale)
+            call_after_steps(stage.model, self._record_changes)
         self._recorder = Recorder()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -562,8 +566,8 @@ class Pipeline:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         is_checked = is_check_due(self._step_count)
         self._gradient_norms = self._local_gradient_norms() if is_checked else None
-        self._changes = self._count_changes() if is_checked and self._pp_mesh.size() > 1 else None
-        self._gradient_scale = None
+        self._num_changes = self._count_changes() if is_checked and self._pp_mesh.size() > 1 else None
+        self._gradient_scale, self._has_changed_gradients = None, False
         return self._broadcast_loss(losses)
 
     @torch.no_grad()
@@ -587,7 +591,7 @@ class Pipeline:
         try:
             yield
         finally:
-            self._step_count, self._schedules, self._gradient_norms, self._changes = step_count, {}, None, None
+            self._step_count, self._schedules, self._gradient_norms, self._num_changes = step_count, {}, None, None
 
     def _check_parameters(self) -> None:
         for name, parameter in self.named_parameters():
@@ -626,20 +630,21 @@ class Pipeline:
         steps = max(
             (count for stage in self.stages.values() for count in optimizer_step_counts(stage.model)), default=0
         )
-        report = [steps, self._gradient_scale, self._has_changes_by_hand()]
+        report = [steps, self._gradient_scale, self._has_changes_by_hand(), self._tied_copy()]
         reports = gather_over_meshes([self._pp_mesh], "optimizer steps", report)
         if is_due:
             check_equal_steps([self._pp_mesh], [count for count, *_ in reports if count])  # frozen stages report 0
-        if any(has_changes for *_, has_changes in reports):
+        self._check_tied_copies([copy for *_, copy in reports if copy is not None])
+        if any(report[2] for report in reports):
             warn_once(
                 [self._pp_mesh],
                 "changes by hand",
-                "Parameters of a pipeline's stages were changed since its last step, but not by an optimizer of "
-                "torch.optim. If the change depends on a norm or a maximum over pipe.parameters(), that is one of a "
-                "rank's stages only: combine it over the ranks of the pipeline, for example by "
+                "Parameters or gradients of a pipeline's stages were changed since its last step, but not by an "
+                "optimizer of torch.optim. If the change depends on a norm or a maximum over pipe.parameters(), that "
+                "is one of a rank's stages only: combine it over the ranks of the pipeline, for example by "
                 "fused_tp.all_reduce(squared_norm, group=mesh['pp']).",
             )
-        scales = [scale for _, scale, _ in reports if scale is not None]
+        scales = [report[1] for report in reports if report[1] is not None]
         if scales and max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
             raise ValueError(
                 "between the pipeline's step and the optimizer's, gradients of the stages were scaled by different "
@@ -647,17 +652,46 @@ class Pipeline:
                 "scaled each stage by its own norm. Use the pipeline's clip_grad_norm_(max_norm)."
             )
 
-    def _count_changes(self) -> tuple[int, int]:
-        """Return the number of steps of optimizers, and of changes in place of this rank's parameters."""
-        steps = sum(sum(optimizer_step_counts(stage.model)) for stage in self.stages.values())
-        return steps, sum(tensor_version(_local_tensor(parameter)) or 0 for parameter in self.parameters())
+    def _check_tied_copies(self, copies: Sequence[Sequence[float]]) -> None:
+        """Raise ValueError if the copies of the parameter that the first and last stage share have different values."""
+        norms, projections = zip(*copies, strict=True) if copies else ((0.0,), (0.0,))
+        difference = max(max(norms) - min(norms), max(projections) - min(projections))
+        if difference > _TIED_TOLERANCE * max(norms):
+            assert self._tied_names is not None
+            first_name, last_name = self._tied_names
+            raise ValueError(
+                f"the first stage's {first_name!r} and the last stage's {last_name!r} are one parameter in two copies, "
+                "whose values differ. Most likely the optimizer treats them differently: other groups by name, or "
+                "noise, or a norm over the parameters of one rank. Treat both copies alike on their ranks."
+            )
+
+    def _count_changes(self) -> int:
+        """Return the number of changes in place of this rank's parameters."""
+        return sum(tensor_version(_local_tensor(parameter)) or 0 for parameter in self.parameters())
+
+    def _record_changes(self, model: nn.Module) -> None:
+        """Record that the changes so far are those of an optimizer. Runs after its step."""
+        if self._num_changes is not None:
+            self._num_changes = self._count_changes()
 
     def _has_changes_by_hand(self) -> bool:
-        """True if this rank's parameters were changed since the last step, but by no step of an optimizer."""
-        if self._changes is None:
-            return False
-        steps, changes = self._count_changes()
-        return steps == self._changes[0] and changes != self._changes[1]
+        """True if this rank's parameters or gradients were changed since the last step, but by no optimizer."""
+        has_changed_parameters = self._num_changes is not None and self._num_changes != self._count_changes()
+        return has_changed_parameters or self._has_changed_gradients
+
+    def _tied_copy(self) -> list[float] | None:
+        """Return norm and projection of this rank's copy of the parameter that two stages on different ranks share."""
+        if self._tied_names is None:
+            return None
+        stage_indices = (0, len(self.parts) - 1)
+        local_names = [pair for pair in zip(stage_indices, self._tied_names, strict=True) if pair[0] in self.stages]
+        if len(local_names) != 1:
+            return None
+        ((stage_index, name),) = local_names
+        values: list[float] = norm_and_projection(
+            _local_tensor(self.stages[stage_index].model.get_parameter(name)).detach()
+        ).tolist()
+        return values
 
     def _record_gradient_scale(self, model: nn.Module) -> None:
         """Record the factor by which all gradients were scaled since the pipeline's step, if it is the same for all.
@@ -671,6 +705,8 @@ class Pipeline:
             factors = (norms / self._gradient_norms)[self._gradient_norms > 0]
             if len(factors) and float(factors.max() - factors.min()) <= _SCALE_TOLERANCE * float(factors.max()):
                 self._gradient_scale = float(factors.mean())
+            elif len(factors):
+                self._has_changed_gradients = True
 
     def _local_gradient_norms(self) -> Tensor:
         """Return the norms of the gradient shards of this rank."""
@@ -1001,7 +1037,7 @@ class Pipeline:
         Raises:
             KeyError: a name is missing.
         """
-        self._changes = None  # loading changes parameters, but is no step
+        self._num_changes = None  # loading changes parameters, but is no step
         for _, stage in sorted(self.stages.items()):
             stage_state = stage.model.state_dict()
             missing_names = [name for name in stage_state if name not in state]

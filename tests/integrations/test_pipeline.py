@@ -357,13 +357,38 @@ def test_changes_by_hand(group: dist.ProcessGroup) -> None:
         for parameter in pipe.parameters():
             parameter -= 1e-3
 
-    for change, is_logged in ((optimizer_step, False), (load, False), (change_by_hand, True)):
+    @torch.no_grad()
+    def step_and_project(pipe: Pipeline) -> None:
+        optimizer_step(pipe)
+        change_by_hand(pipe)
+
+    @torch.no_grad()
+    def sparsify_and_step(pipe: Pipeline) -> None:
+        for parameter in pipe.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= parameter.grad.abs() > parameter.grad.abs().median()
+        optimizer_step(pipe)
+
+    silent, logged = (optimizer_step, load), (change_by_hand, step_and_project, sparsify_and_step)
+    for change, is_logged in [*((change, False) for change in silent), *((change, True) for change in logged)]:
         pipe = fused_tp.pipeline(Layered("none"), mesh["pp"], microbatches=2, loss_fn=mean_loss)
         with mock.patch("fused_tp.pipelining.pipeline.warn_once") as warn_once:
             pipe.step({"tokens": tokens, "labels": tokens})
             change(pipe)
             pipe.step({"tokens": tokens, "labels": tokens})
         assert [call.args[1] for call in warn_once.call_args_list] == ["changes by hand"] * is_logged
+
+
+@on_ranks(4)
+def test_copies_of_a_tied_parameter_that_differ(group: dist.ProcessGroup) -> None:
+    mesh, tokens = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "pp")), make_tokens(4, 8)
+    pipe = fused_tp.pipeline(make("llama", tied=True), mesh["pp"], microbatches=2)
+    groups = [{"params": [p], "weight_decay": 0.1 * ("embed" in name)} for name, p in pipe.named_parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=1e-1)
+    pipe.step({"input_ids": tokens, "labels": tokens})
+    optimizer.step()
+    with pytest.raises(ValueError, match="are one parameter in two copies, whose values differ"):
+        pipe.step({"input_ids": tokens, "labels": tokens})
 
 
 @on_ranks(4)
@@ -417,7 +442,7 @@ def test_what_a_pipeline_does_not_see_as_a_whole(group: dist.ProcessGroup) -> No
                 parameter.grad.sign_()
             optimizer.step()
             optimizer.zero_grad()
-    assert not lines, lines
+    assert all("were changed since its last step, but not by an optimizer" in line for line in lines), lines
     with log_lines() as lines:
         pipe = fused_tp.pipeline(
             Layered("none"),

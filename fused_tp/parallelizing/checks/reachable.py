@@ -4,7 +4,7 @@ The callers' code is the forwards, hooks and callable attributes of modules, and
 
 | variables                                             | found in                             | restored by         |
 |-------------------------------------------------------|--------------------------------------|---------------------|
-| list, dict, set, deque, Counter                       | attributes, closures, globals,       | `_ContainerEntries` |
+| list, dict, set and other containers of Python        | attributes, closures, globals,       | `_ContainerEntries` |
 |                                                       | default arguments, other variables   |                     |
 | cell of a closure                                     | functions                            | `_CellContents`     |
 | global that a function assigns to, or that is a       | functions                            | `_Names`            |
@@ -26,12 +26,14 @@ import random
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from queue import LifoQueue, PriorityQueue, Queue
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -41,7 +43,9 @@ from fused_tp.parallelizing.checks.model_check import callers_code, is_library_f
 from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS
 
 # Exact types only: iterating over a subclass may run user code.
-_SEQUENCE_TYPES, _DICT_TYPES = (list, deque), (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCE_TYPES, _SET_TYPES = (list, deque, UserList), (set, WeakSet)
+_DICT_TYPES = (dict, OrderedDict, defaultdict, Counter, UserDict, WeakKeyDictionary, WeakValueDictionary)
+_OBJECT_TYPES = (SimpleNamespace, Queue, LifoQueue, PriorityQueue)  # their attributes hold the variables
 _DATA_TYPES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Tensor)
 _GENERATOR_TYPES = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _ARRAY_TYPES = (np.ndarray, array.array, bytearray)
@@ -172,9 +176,11 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
             return
         seen_ids.add(id(value))
         children: Iterable[Any] = ()
-        if type(value) in _DICT_TYPES or type(value) in _SEQUENCE_TYPES or type(value) is set:
+        if type(value) in (*_DICT_TYPES, *_SEQUENCE_TYPES, *_SET_TYPES):
             variables[id(value)] = _ContainerEntries(name, value)
-            children = islice(value.values() if isinstance(value, dict) else value, _MAX_ENTRIES)
+            children = islice(value.values() if type(value) in _DICT_TYPES else value, _MAX_ENTRIES)
+        elif type(value) in _OBJECT_TYPES:
+            children = (vars(value),)
         elif isinstance(value, _GENERATOR_TYPES):
             variables[id(value)] = GeneratorState(name, value)
         elif isinstance(value, _ARRAY_TYPES):
@@ -186,7 +192,7 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
             children = (value.__func__, value.__self__)
         elif isinstance(value, FunctionType):
             name = value.__qualname__
-            children = () if is_library_function(value) else _reachable_values(value, variables)
+            children = _wrapped_functions(value) if is_library_function(value) else _reachable_values(value, variables)
         elif isinstance(value, (type, ModuleType)):
             if is_callers(value):
                 name = value.__name__
@@ -205,6 +211,9 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
         for name, value in vars(module).items():
             if name not in MODULE_DICTS:
                 add(value, 0, f"{type(module).__name__}.{name}")
+        for parameter in module._parameters.values():
+            for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+                add(hook, 0, type(module).__name__)
     for module_class in {type(module) for module in modules}:
         for base in module_class.__mro__:
             add(base, 0, base.__name__)
@@ -254,6 +263,12 @@ def _reachable_values(function: FunctionType, variables: dict[object, Variables]
         yield value
 
 
+def _wrapped_functions(function: FunctionType) -> Iterator[Any]:
+    """Yield the functions in the closure of `function`, such as a hook that torch's register_multi_grad_hook wraps."""
+    values = (_cell_contents(cell) for cell in function.__closure__ or ())
+    yield from (value for value in values if isinstance(value, (FunctionType, MethodType, partial)))
+
+
 @lru_cache(maxsize=10_000)
 def global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of globals and attributes in `code`, and those of the globals that it assigns to."""
@@ -279,7 +294,7 @@ def _cell_contents(cell: CellType) -> Any:
 
 
 def _entry_ids(container: Any) -> list[Any]:
-    """Return the identities of the entries of a list, deque, set or dict."""
-    if isinstance(container, dict):
+    """Return the identities of the entries of a container."""
+    if type(container) in _DICT_TYPES:
         return [(id(key), id(value)) for key, value in container.items()]
     return [id(value) for value in container]

@@ -858,7 +858,16 @@ def gradients_of(
         if has_reentrant_checkpoint(roots):  # it does not support torch.autograd.grad
             torch.autograd.backward(roots, root_gradients)
             return [p.grad for p in parameters]
-        gradients = torch.autograd.grad(roots, parameters, root_gradients, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(roots, parameters, root_gradients, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "_will_engine_execute_node" not in str(error):
+                raise
+            # A hook of register_multi_grad_hook, which does not support torch.autograd.grad.
+            for p in parameters:
+                p.grad = None
+            torch.autograd.backward(roots, root_gradients)
+            return [p.grad for p in parameters]
         return [
             gradient if p.grad is None else p.grad if gradient is None else gradient + p.grad
             for p, gradient in zip(parameters, gradients, strict=True)
