@@ -1,6 +1,6 @@
 """Sum gradients over the context parallel ranks, each of which holds the derivative through its own tokens.
 
-A hook sums each gradient as soon as autograd produces it. Hooks that were registered before the first forward see the
+A hook sums each gradient as soon as autograd produces it. Hooks that were registered before `parallelize` see the
 gradient from this rank's tokens ("this rank's share"); hooks registered later, and optimizers, see the sum. Not done:
 reducing in buckets during backward, as DDP does. With buckets, code that reads a gradient in the middle of backward (a
 hook, an optimizer that runs in backward, DDP itself) would see this rank's share. Also, ranks that do not run the same

@@ -196,7 +196,7 @@ def parallelize(
     includes the CP ranks, which takes the MEAN.
 
     With `grad_sync` backward sums a gradient as soon as it is computed, before DistributedDataParallel, optimizers and
-    hooks registered after the first forward see it. The CP ranks compare which parameters they have used, at the same
+    hooks registered after `parallelize` see it. The CP ranks compare which parameters they have used, at the same
     forward passes at which they compare batches, or at every forward pass if a module's name contains "expert".
     Gradients of parameters that only some ranks used are summed at the end of backward, in this and all later steps;
     under DistributedDataParallel, or with hooks on them, ValueError is raised. When backward ends, the ranks compare
@@ -571,6 +571,9 @@ def _add_hooks(
         syncs.append(GradientSync(options.separate_ep_mesh, takes_mean=True))
         model.register_forward_pre_hook(_WatchHook(syncs[-1]))
     setattr(model, GRADIENT_SYNCS_ATTRIBUTE, syncs)
+    if not any(getattr(parameter, "main_grad", None) is not None for parameter in model.parameters()):
+        for sync in syncs:
+            sync.watch(model)  # now, so that hooks registered from now on see the sums
     untyped_model: Any = model
     untyped_model.no_sync = partial(no_sync, model)
     for module in model.modules():

@@ -241,3 +241,17 @@ def test_assigned_data(group: dist.ProcessGroup) -> None:
         states.append(gather_state_dict(model) if is_parallel else model.state_dict())
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, msg=name)
+
+
+@on_ranks(2)
+def test_another_backward_pass_over_context_parallel_ranks(group: dist.ProcessGroup) -> None:
+    model, tokens = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN), make_tokens(2, 8) % 37
+    with log_lines() as lines:
+        loss = model(tokens).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert not lines, lines
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        model.embed.weight.square().sum().backward()
+    assert any("adds to gradients, which are summed" in line for line in lines) == (group.rank() == 0), lines

@@ -127,7 +127,7 @@ class _WatchedCall:
         self.is_finished = False
         self._output_gradients: dict[int, Tensor] = {}  # by index of the output
         self._output_sketches: dict[int, Tensor] = {}  # norm and random projection of each output, by output index
-        self._is_queued = self._has_parameter_gradient = False
+        self._is_queued = self._has_parameter_gradient = self._is_compared = False
         self._handles: list[Any] = []  # of hooks on parameters
 
     def finish(self) -> None:
@@ -151,11 +151,22 @@ class _WatchedCall:
         self._handles = [p.register_hook(self._note_parameter_gradient) for p in parameters]
 
     def _store_gradient(self, index: int, grad: Tensor) -> None:
+        if self._is_compared:
+            self.finish()  # the same graph once more
         if not self.is_finished:
             self._output_gradients[index] = as_plain_gradient(grad).detach()
             self._queue_comparison()
 
     def _note_parameter_gradient(self, grad: Tensor) -> None:
+        if self._is_compared:
+            self.finish()
+            warn_once(
+                self.meshes,
+                "another backward pass",
+                "a backward pass of its own, after that of the loss, adds to gradients, which are summed over the "
+                "context parallel ranks. Divide terms that do not depend on tokens, such as a penalty on parameters, "
+                "by the context parallel size.",
+            )
         self._has_parameter_gradient = True
         self._queue_comparison()
 
@@ -167,7 +178,16 @@ class _WatchedCall:
     def _compare(self) -> None:
         if self.is_finished:
             return
-        self.finish()
+        try:
+            self._compare_gradients()
+        except BaseException:
+            self.finish()
+            raise
+        self._is_compared = True
+        if self.parallelism.cp_mesh is None or not self.parallelism.grad_sync:
+            self.finish()  # nothing sums the gradients of other backward passes
+
+    def _compare_gradients(self) -> None:
         output_gradients, self._output_gradients = self._output_gradients, {}
         trainable_parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not output_gradients:

@@ -225,11 +225,13 @@ def _changes(
                 variable = VariableId(id(module_state.module), key, f"attribute {key!r} of a {name}")
                 yield variable, module_state.attributes.get(key), value
     for variables, entries in zip(reachable, saved_entries, strict=True):
-        for entry_key, value in variables.entries().items():
+        for index, (entry_key, value) in enumerate(variables.entries().items()):
             description = f"entry {str(entry_key)[:40]!r} of a variable of {variables.name}"
             if entry_key in ("", variables.name):
                 description = f"variable {variables.name}"
-            yield VariableId(id(variables.place), repr(entry_key)[:80], description), entries.get(entry_key), value
+            # By position: sharding replaces modules.
+            key = f"module {index}" if isinstance(entry_key, nn.Module) else repr(entry_key)[:80]
+            yield VariableId(id(variables.place), key, description), entries.get(entry_key), value
 
 
 def _is_written(
