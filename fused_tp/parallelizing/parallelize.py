@@ -245,13 +245,14 @@ def parallelize(
         verify: compare the sharded model with the unsharded one, in two ways. First, both compute a few pseudo-random
             tokens without gradients, in the model's current mode, or without dropout or in eval mode if the model draws
             random numbers. Second, the first 2, 10th, 100th, ... calls with gradients are compared on their own
-            arguments: each rank temporarily gathers the weights, and computes outputs and gradients as before sharding,
-            with later changes of the model. Each costs about one step of the unsharded model. Both compare 16-bit
-            models of up to 32 million parameters once more in fp32, and leave random states, modes, buffers and
-            gradients unchanged. "auto": make the first comparison if the unsharded model has values,
-            accepts such tokens, and computes them within two seconds. If a comparison is skipped, a log line states the
-            reason. True: raise if the first comparison is not possible. A dict: keyword arguments of forward for the
-            first comparison. False: skip both.
+            arguments, and so are calls with or without gradients after a change: of arguments, sizes, modes, flags and
+            numbers in modules, hooks, functions. Each rank temporarily gathers the weights, and computes outputs and
+            gradients as before sharding, with later changes of the model, which costs about one step of the unsharded
+            model. Both compare 16-bit models of up to 32 million parameters once more in fp32, and leave random states,
+            modes, buffers, gradients and variables of the caller's code unchanged. "auto": make the first comparison if
+            the unsharded model has values, accepts such tokens, and computes them within two seconds. If a comparison
+            is skipped, a log line states the reason. True: raise if the first comparison is not possible. A dict:
+            keyword arguments of forward for the first comparison. False: skip both.
 
     Raises:
         TypeError: an argument has the wrong type; the model is sharded already.
