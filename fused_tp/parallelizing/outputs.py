@@ -24,6 +24,15 @@ def iterate_tensors(output: Any) -> Iterator[Tensor]:
     return _search(output, set())
 
 
+def iterate_numbers(output: Any) -> Iterator[int | float]:
+    """Yield the Python numbers in `output` and in nested mappings, lists and tuples, in a fixed order."""
+    if type(output) in (int, float):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for child in dict(output).values() if isinstance(output, Mapping) else output:
+            yield from iterate_numbers(child)
+
+
 def _search(value: Any, seen_ids: set[int]) -> Iterator[Tensor]:
     if id(value) in seen_ids or isinstance(value, (*_TENSORLESS_TYPES, *_SKIPPED_TYPES)):
         return

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fused_tp.core.checks import is_change_check_due, is_repetition_due
 from fused_tp.core.errors import FusedTPError
@@ -75,7 +75,7 @@ from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node_number
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
 from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
-from fused_tp.parallelizing.outputs import find_tensors
+from fused_tp.parallelizing.outputs import find_tensors, iterate_numbers
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
 TIME_LIMIT_SECONDS = 5.0  # time limit for the forward pass of the unsharded model
@@ -525,9 +525,8 @@ class _StepComparison:
         args, kwargs = tree_map(copy_argument, (self.args, dict(self.kwargs)))
         output = self.model(*args, **kwargs)
         self._returned_numbers = {
-            VariableId(0, str(index), f"number {index} that it returns"): leaf
-            for index, leaf in enumerate(tree_leaves(output))
-            if type(leaf) in (int, float)
+            VariableId(0, str(index), f"number {index} that it returns"): number
+            for index, number in enumerate(iterate_numbers(output))
         }
         return output_tensors(output)
 
