@@ -43,7 +43,7 @@ HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
 EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
 SMALL_BYTES, LARGE_BYTES = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB), (64 * MB, 256 * MB)
 LATENCY_BYTES = (1 * KB, 8 * KB, 64 * KB)
-LARGEST_ONE_SHOT = 4 * MB  # one-shot is not useful beyond: its bytes grow with the number of ranks
+MAX_ONE_SHOT_BYTES = 4 * MB  # one-shot is not useful beyond: its bytes grow with the number of ranks
 LATENCY_CALLS = 20
 LATENCY_BAR = 12.0  # microseconds for 8 KB over 2 ranks
 EPS = 1e-6
@@ -79,7 +79,7 @@ def traffic_bytes(op: str, nbytes: int, world_size: int) -> int:
 
 def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[BenchCase]:
     for nbytes, op in itertools.product(sizes, EXCHANGES):
-        if op == "one-shot" and nbytes > LARGEST_ONE_SHOT:
+        if op == "one-shot" and nbytes > MAX_ONE_SHOT_BYTES:
             continue
         parameters = {"op": op, "nbytes": nbytes, "world_size": world_size}
         rivals = {COPY: Rival(SPEEDUP, 0.8 if nbytes in LARGE_BYTES else None)}

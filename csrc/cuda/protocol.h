@@ -34,6 +34,6 @@ enum class Op : int32_t {
 
 constexpr int kMaxWorldSize = 63;        // kErrorAbsent has one bit per rank in a signed word
 constexpr int64_t kDataAlignment = 128;  // alignment of slots, in bytes
-constexpr int64_t kFlagShare = 64;  // 1 / kFlagShare of a half, at its start, is reserved for begun words and flags
+constexpr int64_t kFlagShare = 64;       // each half of a workspace starts with 1 / kFlagShare of its bytes for flags
 
 }  // namespace fused_tp::cuda

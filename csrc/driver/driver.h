@@ -131,7 +131,7 @@ class OwnedHandle {
   Handle handle_ = nullptr;
 };
 
-// Priority of a stream.
+// Priority of a CUDA stream.
 enum class Priority {
   kLeast,     // default priority of CUDA streams
   kHigh,      // one level below the greatest, if the device has more than two levels

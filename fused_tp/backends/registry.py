@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
-SYMM_MEM_MAX_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
+SYMM_MEM_MAX_RANKS = 16  # torch's signal pad of 2048 bytes has a word per rank for each of 24 blocks: at most 21 ranks
 MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
 _MAX_CACHED_SELECTIONS = 4096
 # Message about settings that differ between the ranks; "" once they have been compared and are equal.

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 
-_HEADS = dense_activation_placement(tp=spmd.S(2))  # of q, k, v, and of the output of attention, also flattened
+# Placement of q, k, v and the output of attention, as [batch, seq, heads, head_dim] or [batch, seq, heads * head_dim].
+_HEADS = dense_activation_placement(tp=spmd.S(2))
 
 
 class _Projections(Module):

@@ -57,7 +57,8 @@ class HeadOutputs:
         """Reset the record at the start of a forward pass."""
         self.is_available = not torch.compiler.is_compiling()
         self.nodes: list[Any] = []
-        # Nodes are numbered in order of creation: nodes before the head's output belong to hidden states.
+        # Autograd numbers its nodes in order of creation, so a node with a smaller number than that of the LM head's
+        # output was created while hidden states were computed.
         self._first_sequence_nr = torch.autograd._get_sequence_nr() if self.is_available else 0
         self._last_sequence_nr: int | None = None
 

@@ -131,12 +131,12 @@ class _ModuleParameter:
 
     Attributes:
         path: path of the module in the model.
-        layer_path: path of the module in its layer; equal to `path` outside the layers.
+        path_in_layer: path of the module in its layer; equal to `path` outside the layers.
         is_first: True if no earlier module holds the same parameter.
     """
 
     path: str
-    layer_path: str
+    path_in_layer: str
     module: nn.Module
     key: str
     parameter: nn.Parameter
@@ -182,14 +182,14 @@ class _LayerBlocks:
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                layer_index, layer_path = -1, path
+                layer_index, path_in_layer = -1, path
                 if self.container and path.startswith(container_prefix):
-                    index, _, layer_path = path.removeprefix(container_prefix).partition(".")
+                    index, _, path_in_layer = path.removeprefix(container_prefix).partition(".")
                     layer_index = int(index)
                 elif not self.container and not isinstance(module, nn.Embedding) and module is not output:
                     layer_index = 0
                 module_parameter = _ModuleParameter(
-                    path, layer_path, module, key, parameter, id(parameter) not in seen_ids
+                    path, path_in_layer, module, key, parameter, id(parameter) not in seen_ids
                 )
                 seen_ids.add(id(parameter))
                 (self.outside_parameters if layer_index < 0 else layer_parameters.setdefault(layer_index, [])).append(
@@ -198,7 +198,7 @@ class _LayerBlocks:
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
         layer_types = config_value(model.config.get_text_config(), "layer_types") or ()
         kind_index_of_signature: dict[object, int] = {}
-        self.layer_kinds: list[_LayerKind] = []
+        self.layer_kinds: list[_RepresentativeLayer] = []
         self.kind_indices = []
         for layer_index, module in enumerate(self.modules):
             layer_type = layer_types[layer_index] if self.container and layer_index < len(layer_types) else ""
@@ -207,14 +207,14 @@ class _LayerBlocks:
                 layer_type,
                 type(module),
                 tuple(
-                    (param.layer_path, type(param.module), param.key, param.parameter.shape, param.is_first)
+                    (param.path_in_layer, type(param.module), param.key, param.parameter.shape, param.is_first)
                     for param in parameters
                 ),
                 tuple(getattr(submodule, "sliding_window", None) for submodule in module.modules()),
             )
             if signature not in kind_index_of_signature:
                 kind_index_of_signature[signature] = len(self.layer_kinds)
-                self.layer_kinds.append(_LayerKind(layer_index, module, layer_type, parameters))
+                self.layer_kinds.append(_RepresentativeLayer(layer_index, module, layer_type, parameters))
             self.kind_indices.append(kind_index_of_signature[signature])
 
     def _find_container(self, model: Any) -> None:
@@ -239,7 +239,7 @@ class _LayerBlocks:
 
 
 @dataclass(frozen=True)
-class _LayerKind:
+class _RepresentativeLayer:
     """First of a set of equal layers, with its index, module and parameters."""
 
     layer_index: int
@@ -257,7 +257,7 @@ def drop_repeated_layers(model: nn.Module, model_layers: _LayerBlocks) -> None:
             layers.append(kind.module)
             prefix = f"{model_layers.container}.{kind_index}"
             kind.parameters[:] = [
-                replace(param, path=f"{prefix}.{param.layer_path}" if param.layer_path else prefix)
+                replace(param, path=f"{prefix}.{param.path_in_layer}" if param.path_in_layer else prefix)
                 for param in kind.parameters
             ]
 
@@ -294,7 +294,7 @@ class _LayerCounter:
             return size * in_features // out_features
         return size
 
-    def count_layer(self, kind: _LayerKind) -> Layer:
+    def count_layer(self, kind: _RepresentativeLayer) -> Layer:
         dense_parameters = [param for param in kind.parameters if not param.is_expert]
         expert_parameters = [param for param in kind.parameters if param.is_expert]
         num_experts, experts_per_token = self._expert_counts(kind, expert_parameters) if expert_parameters else (0, 0)
@@ -310,7 +310,7 @@ class _LayerCounter:
             tensor_count=len(_first_occurrences(kind.parameters)),
         )
 
-    def _expert_counts(self, kind: _LayerKind, expert_parameters: list[_ModuleParameter]) -> tuple[int, int]:
+    def _expert_counts(self, kind: _RepresentativeLayer, expert_parameters: list[_ModuleParameter]) -> tuple[int, int]:
         """Return the number of experts of a layer and the number per token; all experts if the config has no number."""
         expert_names = {
             match[0] for param in expert_parameters if (match := re.search(r"experts\.\d+(?=\.|$)", param.path))
@@ -326,12 +326,12 @@ class _LayerCounter:
             num_experts, _first_positive_int(_EXPERTS_PER_TOKEN_NAMES, *modules, self.text_config, default=num_experts)
         )
 
-    def _yield_blocks(self, kind: _LayerKind, expert_share: float) -> Iterator[Block]:
+    def _yield_blocks(self, kind: _RepresentativeLayer, expert_share: float) -> Iterator[Block]:
         """Yield the blocks of a layer: its matmuls, grouped by the submodule of the layer that contains them."""
         groups: dict[str, list[_ModuleParameter]] = {}
         for param in kind.parameters:
             if param.is_matmul_weight:
-                groups.setdefault(_submodule_of_layer(param.layer_path), []).append(param)
+                groups.setdefault(_submodule_of_layer(param.path_in_layer), []).append(param)
         pending_parameters: list[_ModuleParameter] = []
         for group_index, group in enumerate(groups.values(), 1):
             block = self._make_block([*pending_parameters, *group], expert_share)
@@ -369,7 +369,7 @@ class _LayerCounter:
     def _is_row_parallel(self, param: _ModuleParameter) -> bool:
         """True if the weight, if sharded, is row-parallel: it maps back to the hidden state."""
         if param.is_expert:
-            return any(substring in f"{param.layer_path}.{param.key}" for substring in _DOWN_PROJECTION_SUBSTRINGS)
+            return any(substring in f"{param.path_in_layer}.{param.key}" for substring in _DOWN_PROJECTION_SUBSTRINGS)
         return spec_of(self.plan.modules.get(param.path)).shard_dim == 1
 
     def _saved_features(self, param: _ModuleParameter) -> int:
@@ -382,17 +382,19 @@ class _LayerCounter:
             num_matmuls *= size
         return num_matmuls * int(in_features if out_features == self.hidden else out_features)
 
-    def _yield_attention(self, kind: _LayerKind) -> Iterator[Attention]:
+    def _yield_attention(self, kind: _RepresentativeLayer) -> Iterator[Attention]:
         for path, module in kind.module.named_modules():
             if _has_attention(module):
                 parameters = [
-                    param for param in kind.parameters if f"{param.layer_path}.".startswith(f"{path}." if path else "")
+                    param
+                    for param in kind.parameters
+                    if f"{param.path_in_layer}.".startswith(f"{path}." if path else "")
                 ]
                 yield self._make_attention(module, parameters, self._find_window(module, kind.layer_type))
 
     def _make_attention(self, module: nn.Module, parameters: list[_ModuleParameter], window: int | None) -> Attention:
         linears = {
-            param.layer_path.removesuffix(".linear").rpartition(".")[2]: param.module
+            param.path_in_layer.removesuffix(".linear").rpartition(".")[2]: param.module
             for param in parameters
             if param.is_matmul_weight
         }
@@ -491,8 +493,8 @@ def _mixer_names(layer: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def _submodule_of_layer(layer_path: str) -> str:
-    first_name, dot, _ = layer_path.partition(".")
+def _submodule_of_layer(path_in_layer: str) -> str:
+    first_name, dot, _ = path_in_layer.partition(".")
     return first_name if dot else ""
 
 

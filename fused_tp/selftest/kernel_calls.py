@@ -47,12 +47,12 @@ from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_sum
 from fused_tp.triton_kernels.gemm.tiles import Launch, launch_for
 
 EPS = 1e-5
-SUMS = ("one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products")
-COPIED = ("copied",)
-DIRECT = ("direct",)
-RINGS = ("ring", "ring_in_groups")
-ATTENTION = ("attention",)
-NATIVE = ("collectives", "exchanges")
+SUM_OPS = ("one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products")
+COPY_OPS = ("copied",)
+DIRECT_GATHER_OPS = ("direct",)
+RING_OPS = ("ring", "ring_in_groups")
+ATTENTION_OPS = ("attention",)
+NATIVE_OPS = ("collectives", "exchanges")
 # Odd sizes, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles per program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
 FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # few, because each shape and dtype compiles kernels
@@ -92,13 +92,13 @@ def make_call(
         shape: (m, n, k) of matmuls; for attention m is the number of tokens.
         launch: launch parameters of a matmul; None: select them by size.
     """
-    if op in ATTENTION:
+    if op in ATTENTION_OPS:
         return attention_call(rank, (shape[0], 8, 128), dtype, seed)
-    if op in NATIVE:
+    if op in NATIVE_OPS:
         return native_call(rank, op, shape, dtype, seed)
-    if op in RINGS:
+    if op in RING_OPS:
         return ring_call(rank, op, (shape[0], 8, 64), dtype, seed)
-    return (gather_call if op in COPIED + DIRECT else sum_call)(rank, op, shape, dtype, seed, launch)
+    return (gather_call if op in COPY_OPS + DIRECT_GATHER_OPS else sum_call)(rank, op, shape, dtype, seed, launch)
 
 
 def sum_call(
@@ -407,14 +407,14 @@ def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tens
 
 def workspace_class_of(op: str) -> Any:
     """Return the class of workspace that `op` uses."""
-    return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
+    return GatherWorkspace if op in DIRECT_GATHER_OPS else RingWorkspace if op in RING_OPS else Workspace
 
 
 def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_seconds: float = 20.0) -> Any:
     """Create a workspace for `calls` on every rank, load all kernels, and allocate memory for all results."""
     if rank.device.type == "cuda":
         torch.cuda._sleep(1)  # loads the sleep kernel: loading it later would wait for kernels that wait for this rank
-    if op in ATTENTION:
+    if op in ATTENTION_OPS:
         return None
 
     def warm_up(workspace: Any) -> None:
@@ -423,9 +423,9 @@ def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_
         rank.synchronize()
         del results
 
-    if op in NATIVE:
+    if op in NATIVE_OPS:
         return _make_collectives(rank, calls)
-    if op in COPIED:
+    if op in COPY_OPS:
         return prepare_copied_gather(
             rank, [call.launch for call in sorted(calls, key=lambda call: -call.workspace_nbytes)]
         )

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fused_tp.benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.selftest.kernel_calls import (
-    ATTENTION,
-    COPIED,
-    DIRECT,
+    ATTENTION_OPS,
+    COPY_OPS,
+    DIRECT_GATHER_OPS,
     FEW_SHAPES,
-    NATIVE,
-    RINGS,
+    NATIVE_OPS,
+    RING_OPS,
     SHAPES,
-    SUMS,
+    SUM_OPS,
     RankCall,
     Shape,
     error_of,
@@ -67,16 +67,19 @@ class KernelCase:
     @property
     def is_compiled_ahead(self) -> bool:
         """True if the op has Triton kernels, which can be compiled before the selftest runs."""
-        return self.op not in NATIVE
+        return self.op not in NATIVE_OPS
 
 
 def _make_cases() -> tuple[KernelCase, ...]:
     bf16, all_shapes, few_shapes = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
-    groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS, "collectives": NATIVE}
-    cases = [KernelCase("attention", op, 1, dtype, few_shapes) for op in ATTENTION for dtype in (bf16, torch.float32)]
+    groups = {"sums": SUM_OPS, "gathers": (*DIRECT_GATHER_OPS, *COPY_OPS), "rings": RING_OPS, "collectives": NATIVE_OPS}
+    cases = [
+        KernelCase("attention", op, 1, dtype, few_shapes) for op in ATTENTION_OPS for dtype in (bf16, torch.float32)
+    ]
     # A single rank waits for no peer, so these cases also run under tools that serialize kernels.
     cases += [
-        KernelCase(ONE_RANK_GROUP, op, 1, bf16, few_shapes) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)
+        KernelCase(ONE_RANK_GROUP, op, 1, bf16, few_shapes)
+        for op in (*ATTENTION_OPS, *SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS, *NATIVE_OPS)
     ]
     for group, ops in groups.items():
         cases += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, all_shapes) for op in ops]

@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="needs Triton")
 from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu
 from fused_tp.core.group import resolve_group
 from fused_tp.selftest.kernel_calls import (
-    DIRECT,
-    RINGS,
-    SUMS,
+    DIRECT_GATHER_OPS,
+    RING_OPS,
+    SUM_OPS,
     RankCall,
     gather_call,
     ring_call,
@@ -36,13 +36,13 @@ from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
 from tests.kernels.test_ring_processes import small_chunks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OPS = (*SUMS, *DIRECT, *RINGS)
+OPS = (*SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS)
 ONE_OF_EACH = ("two_shot_norm", "reduce_scatter", "direct", "ring")
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
 NAMES = dict.fromkeys(("reduce_scatter", "products"), "matmul_reduce_scatter")
-NAMES |= dict.fromkeys(DIRECT, "all_gather_matmul")
-NAMES |= dict.fromkeys(RINGS, "ring_attention")
+NAMES |= dict.fromkeys(DIRECT_GATHER_OPS, "all_gather_matmul")
+NAMES |= dict.fromkeys(RING_OPS, "ring_attention")
 
 Asked = tuple[str, tuple[int, int, int], torch.dtype, int]  # op, shape, dtype, programs
 
@@ -50,12 +50,12 @@ Asked = tuple[str, tuple[int, int, int], torch.dtype, int]  # op, shape, dtype, 
 def made(group: Any, asked: Asked, seed: int) -> RankCall:
     op, shape, dtype, programs = asked
     rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)
-    if op in RINGS:
+    if op in RING_OPS:
         return ring_call(rank, op, (shape[0], 2, 8), FP32, seed)
     launch = Launch(programs, CONFIG, strip_elements=128)
     if programs > 2:
         launch = Launch(programs, SPLIT, strip_elements=128, tma_config=SPLIT)
-    if op in DIRECT:
+    if op in DIRECT_GATHER_OPS:
         return gather_call(rank, op, shape, dtype, seed, launch)
     return sum_call(rank, op, shape, dtype, seed, launch, uneven=1)
 
@@ -101,7 +101,10 @@ SHAPES: list[tuple[tuple[int, int, int], torch.dtype, int]] = [
     ((5, 33, 32), BF16, 3),  # fewer tiles than ranks
 ]
 # Alternating ops with different layouts of flags and slots, then several of each kind.
-TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate([*OPS * 2, *SUMS * 2, *DIRECT * 3])]
+TURNS = [
+    (op, (1 + number % 3 * 8, 12, 7), BF16, 2)
+    for number, op in enumerate([*OPS * 2, *SUM_OPS * 2, *DIRECT_GATHER_OPS * 3])
+]
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ COLUMNS = tl.constexpr(TILE_COLUMNS)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Arguments that launches leave unspecialized, so that no kernel is recompiled for a round value. (Triton always
-# specializes integers inside a tuple, so these are separate arguments.)
+# Integer arguments that launches leave unspecialized, so that Triton does not recompile a kernel for a value that is 1
+# or a multiple of 16. It always specializes integers inside a tuple, so these are separate arguments.
 UNSPECIALIZED = (
     *("tile_count", "heads", "batch_heads", "interleaved_heads", "heads_per_kv_head"),
     *("seed_low", "seed_high", "dropped_below", "first_head"),

@@ -49,7 +49,7 @@ class SplitParts(NamedTuple):
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def parts_kernel(
+def split_kernel(
     q, k, v, pages, starts, stops, q_positions, k_indices, scores, parts, results,
     kv_heads, heads_per_kv_head, num_new_tokens, num_tiles, num_splits, keys_per_split, page_size, pages_stride,
     C: tl.constexpr,
@@ -233,7 +233,7 @@ def flash_decode(
     }
     constants = kernel_constants(config, q, v, terms)
     with on_device(q):
-        parts_kernel[(num_programs, num_splits)](
+        split_kernel[(num_programs, num_splits)](
             q=heads_tensor(q),
             k=heads_tensor(k),
             v=heads_tensor(v),

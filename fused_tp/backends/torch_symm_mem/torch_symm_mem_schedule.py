@@ -38,7 +38,7 @@ from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
 from fused_tp.core.pending import Pending, PendingValue
 from fused_tp.core.tracing import span
 
-SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
+SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # dtypes that torch's symmetric-memory all-reduces support
 ALIGNMENT_BYTES = 16
 ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; larger sums use other ops
 

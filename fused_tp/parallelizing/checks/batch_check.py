@@ -107,11 +107,11 @@ class BatchCheck:
         rank_descriptions, training_flags = zip(
             *gather_over_meshes(self.meshes, "the batch", (descriptions, is_training)), strict=True
         )
-        dims = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
+        dim_names = join_words(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         if len(set(training_flags)) > 1:
             raise RankMismatchError(
-                f"in call {call} of the model, not all {len(training_flags)} ranks of {dims} are in training mode: "
-                f"rank {training_flags.index(True)} is, and rank {training_flags.index(False)} is not. These ranks "
+                f"in call {call} of the model, not all {len(training_flags)} ranks of {dim_names} are in training "
+                f"mode: rank {training_flags.index(True)} is, and rank {training_flags.index(False)} is not. These ranks "
                 "compute one forward pass together. Call model.train() on all of them, or model.eval() on all of them."
             )
         different_ranks = [i for i, description in enumerate(rank_descriptions) if description != rank_descriptions[0]]
@@ -121,7 +121,7 @@ class BatchCheck:
         all_names = {*first, *different}
         differing_names = {name for name in all_names if first.get(name) != different.get(name)}
         raise RankMismatchError(
-            f"the ranks of {dims} received different batches in call {call} of the model: "
+            f"the ranks of {dim_names} received different batches in call {call} of the model: "
             f"{join_words(sorted(differing_names))} differ between the first rank and rank {different_ranks[0]} of "
             f"{len(rank_descriptions)}. These ranks compute one forward pass together, so each must receive the same "
             "batch. Shard the data over data parallel ranks only: DistributedSampler(dataset, "
