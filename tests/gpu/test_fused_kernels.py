@@ -15,7 +15,16 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import random_normal, set_all_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from fused_tp.selftest.kernel_calls import DIRECT, RINGS, SUMS, RankCall, error_of, make_call, make_workspace, matmul64
+from fused_tp.selftest.kernel_calls import (
+    DIRECT_GATHER_OPS,
+    RING_OPS,
+    SUM_OPS,
+    RankCall,
+    error_of,
+    make_call,
+    make_workspace,
+    matmul64,
+)
 from fused_tp.selftest.kernels import CASES, GROUPS
 from fused_tp.selftest.kernels import check as check_case
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
@@ -79,7 +88,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
 
 
 @pytest.mark.parametrize(("world_size", "missing"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
+@pytest.mark.parametrize("op", [*SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS])
 def test_a_missing_rank_is_named_within_the_deadline(op: str, world_size: int, missing: int) -> None:
     texts = run_local(world_size, without_one, op, missing, device="cuda")
     # Chance decides which wait expires first, and a rank may name a peer that gave up; one rank names the missing one.
@@ -117,7 +126,7 @@ def captured(rank: LocalRank, op: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
+@pytest.mark.parametrize("op", [*SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS])
 def test_a_graph_is_replayed_between_other_calls(op: str, world_size: int) -> None:
     run_local(world_size, captured, op, device="cuda")
 
@@ -180,6 +189,6 @@ def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> Non
     rank.barrier()
 
 
-@pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
+@pytest.mark.parametrize("op", [*SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS])
 def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
     run_local(2, one_rank_alone, op, (300, 520, 200), device="cuda")

@@ -111,8 +111,9 @@ class BatchCheck:
         if len(set(training_flags)) > 1:
             raise RankMismatchError(
                 f"in call {call} of the model, not all {len(training_flags)} ranks of {dim_names} are in training "
-                f"mode: rank {training_flags.index(True)} is, and rank {training_flags.index(False)} is not. These ranks "
-                "compute one forward pass together. Call model.train() on all of them, or model.eval() on all of them."
+                f"mode: rank {training_flags.index(True)} is, and rank {training_flags.index(False)} is not. These "
+                "ranks compute one forward pass together. Call model.train() on all of them, or model.eval() on all of "
+                "them."
             )
         different_ranks = [i for i, description in enumerate(rank_descriptions) if description != rank_descriptions[0]]
         if not different_ranks:
