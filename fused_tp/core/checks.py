@@ -18,8 +18,13 @@ def is_check_due(call: int) -> bool:
 
 def is_change_check_due(call: int) -> bool:
     """True if ranks look for changes of the model: at calls 1 to 16, 32, 64, ..., and if checks are due."""
-    is_early = call <= _FIRST_CHANGES or call & (call - 1) == 0
+    is_early = call <= _FIRST_CHANGES or is_power_of_two(call)
     return is_check_due(call) or (is_early and settings.batch_check_every() > 0 and not is_capturing())
+
+
+def is_power_of_two(number: int) -> bool:
+    """True for 1, 2, 4, 8, ..."""
+    return number > 0 and number & (number - 1) == 0
 
 
 def is_repetition_due(call: int) -> bool:

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from fused_tp.core.checks import is_change_check_due, is_repetition_due
+from fused_tp.core.checks import is_change_check_due, is_power_of_two, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors, local_shard, shard_like
@@ -121,7 +121,7 @@ class StepCheck:
             unsharded_model,
         )
         self.calls = 0
-        self.evaluations = 0  # calls without gradients since the last call with gradients
+        self.evaluations = self.evaluations_since_training = 0  # calls without gradients
         self._evaluations_to_compare = _MAX_EVALUATIONS
         self.is_compared = False  # True if the running call has been compared
         # Indices of the running call's outputs that every rank has in full and that require gradients.
@@ -140,7 +140,11 @@ class StepCheck:
         self.is_compared = False
         if not torch.is_grad_enabled():
             self.evaluations += 1
-            if self._evaluations_to_compare and is_change_check_due(self.evaluations):
+            self.evaluations_since_training += 1
+            is_due = is_change_check_due(self.evaluations) or (
+                is_power_of_two(self.evaluations_since_training) and is_repetition_due(1)
+            )
+            if self._evaluations_to_compare and is_due:
                 with torch.inference_mode(mode=False), torch.no_grad():
                     self._compare_evaluation(model, args, kwargs)
             return
@@ -152,7 +156,7 @@ class StepCheck:
         if not (is_trained or any(t.requires_grad for t in find_tensors((args, kwargs)))):
             return
         self.calls += 1
-        self.evaluations = 0
+        self.evaluations_since_training = 0
         trainable = tuple(p.requires_grad for p in model.parameters())
         is_repetition = is_repetition_due(self.calls) or (trainable not in self._trainable and is_repetition_due(1))
         self._trainable.add(trainable)
