@@ -171,10 +171,12 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     record = None if torch.compiler.is_compiling() else _step_records.get(optimizer)
     if record is None:
         return
-    has_one_parameter = len(_optimizer_parameters(optimizer)) == 1  # `_check_step` records no models of these
-    for model, reference in list(_methods_after_steps.items()):
-        method = reference()
-        if method is not None and (has_one_parameter or model in record.indices):
+    parameters = _optimizer_parameters(optimizer)
+    # `_check_step` records no models of optimizers of one parameter.
+    models = [*record.indices] if len(parameters) > 1 else _models_with(parameters)
+    for model in models:
+        method = _methods_after_steps.get(model, lambda: None)()
+        if method is not None:
             method(model)
 
 

@@ -58,8 +58,7 @@ def write_as_one_process() -> None:
     _OUT_OF_PLACE.update((write, form) for write, form in _writes_and_out_of_place() if write.name() not in rules)
     for name, rule in [*rules.items(), *((write.name(), _write) for write in _OUT_OF_PLACE)]:
         torch.library.register_torch_dispatch(name, DTensor, rule)
-    for name, attribute in {"data": property(_TENSOR_DATA.__get__, _assign_data)}.items():
-        setattr(DTensor, name, attribute)
+    DTensor.data = property(_TENSOR_DATA.__get__, _assign_data)  # type: ignore[assignment]  # Tensor declares a value
 
 
 def _writes_and_out_of_place() -> Iterator[tuple[OpOverload, OpOverload]]:

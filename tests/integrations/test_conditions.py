@@ -89,6 +89,30 @@ def test_changes_after_the_first_calls_are_compared(group: dist.ProcessGroup, ch
 
 
 @on_ranks(2)
+def test_changes_on_one_rank_are_compared_on_all(group: dist.ProcessGroup) -> None:
+    """Ranks compare together, although only one of them has forgotten the shapes of outputs."""
+    model, tokens = parallelize(Changing(), mesh_of(group, 2, 1)["cp"], plan=PLAN), make_tokens(2, 8) % 37
+    for call in range(6):
+        model.note = "first" if call > 3 and group.rank() == 0 else None
+        model(tokens).square().mean().backward()
+        with torch.no_grad():
+            model(tokens)
+
+
+@on_ranks(2)
+def test_multi_grad_hooks(group: dist.ProcessGroup) -> None:
+    model, tokens, norms = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN), make_tokens(2, 8) % 37, []
+    parameters = [*model.parameters()]
+    register: Any = torch.autograd.graph.register_multi_grad_hook
+    register(parameters, lambda grads: norms.append(sum(float(g.square().sum()) for g in grads if g is not None)))
+    for call in range(3):
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        expected = sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None)
+        assert len(norms) == call + 1 and norms[-1] == pytest.approx(expected)
+
+
+@on_ranks(2)
 def test_longer_sequences_in_evaluation_are_compared(group: dist.ProcessGroup) -> None:
     model = Block(tokens=lambda x: x.mean(1, keepdim=True) * (x.shape[1] > 8))
     parallelize(model, mesh_of(group, 2, 1)["cp"], plan=PLAN)

@@ -40,16 +40,18 @@ class Conditions:
 
     Attributes:
         states: code, flags and contexts; of a number, whether it is zero, finite or infinite.
-        numbers: other numbers.
+        numbers: values of numbers.
+        functions: functions and classes of source files. Names that a file gets later are no change.
     """
 
     states: dict[object, object] = field(default_factory=dict)
     numbers: dict[object, float] = field(default_factory=dict)
+    functions: dict[object, object] = field(default_factory=dict)
 
     def add_value(self, key: object, value: object) -> None:
         """Add the value of a variable or attribute."""
         if isinstance(value, Tensor):
-            if value.numel() != 1 or value.is_meta or type(value) is not Tensor or value.is_complex():
+            if type(value) is not Tensor or value.is_meta or value.numel() != 1 or value.is_complex():
                 return
             value = value.item()
         if isinstance(value, (bool, str)) or value is None:
@@ -89,8 +91,8 @@ def find_conditions(model: nn.Module) -> Conditions:
             if isinstance(entry_key, str):  # lists are usually histories
                 conditions.add_value((variables.name, counts[variables.name], entry_key), value)
     for file_name, file in source_files.items():
-        functions = {name: value for name, value in vars(file).items() if callable(value)} if file else {}
-        conditions.states.update({(file_name, name): function for name, function in functions.items()})
+        names = [*vars(file).items()] if file else []
+        conditions.functions.update({(file_name, name): value for name, value in names if callable(value)})
     saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     conditions.states["contexts"] = [
         *map(type, (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())),
@@ -105,24 +107,37 @@ class ComparedConditions:
     def __init__(self) -> None:
         self._states: dict[object, list[object]] = {}
         self._numbers: dict[object, list[float]] = {}
+        self._functions: dict[object, list[object]] = {}
         self._is_copy = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_states": {}, "_numbers": {}, "_is_copy": True}  # the code of a copied model cannot be compared
+        return {
+            "_states": {},
+            "_numbers": {},
+            "_functions": {},
+            "_is_copy": True,
+        }  # the code of a copied model cannot be compared
 
     def has_new(self, conditions: Conditions) -> bool:
         """True if a condition has a value under which the model has not been compared."""
         if self._is_copy:
             return False
-        return any(not _contains(self._states.get(key, ()), value) for key, value in conditions.states.items()) or any(
-            len(numbers := self._numbers.get(key, [])) < _MAX_NUMBERS and value not in numbers
-            for key, value in conditions.numbers.items()
+        return (
+            any(not _contains(self._states.get(key, ()), value) for key, value in conditions.states.items())
+            or any(
+                not _contains(self._functions.get(key, [value]), value) for key, value in conditions.functions.items()
+            )
+            or any(
+                len(numbers := self._numbers.get(key, [])) < _MAX_NUMBERS and value not in numbers
+                for key, value in conditions.numbers.items()
+            )
         )
 
     def add(self, conditions: Conditions) -> None:
         """Record that the model has been compared under `conditions`."""
         _add_values(self._states, conditions.states)
         _add_values(self._numbers, conditions.numbers)
+        _add_values(self._functions, conditions.functions)
 
 
 def _contains(values: Any, value: object) -> bool:

@@ -163,9 +163,9 @@ class _WatchedCall:
             warn_once(
                 self.meshes,
                 "another backward pass",
-                "a backward pass of its own, after that of the loss, adds to gradients, which are summed over the "
-                "context parallel ranks. Divide terms that do not depend on tokens, such as a penalty on parameters, "
-                "by the context parallel size.",
+                "after that of the loss, a backward pass that does not start at the outputs of forward adds to "
+                "gradients, which are summed over the context parallel ranks. Divide terms that do not depend on "
+                "tokens, such as a penalty on parameters, by the context parallel size.",
             )
         self._has_parameter_gradient = True
         self._queue_comparison()

@@ -11,10 +11,10 @@ The callers' code is the forwards, hooks and callable attributes of modules, and
 | tensor                                                |                                      |                     |
 | data attributes of a class or of a Python module, and | classes of modules; elsewhere if the | `_Names`            |
 | slots of an object                                    | caller defined the class or module   |                     |
-| random number generator                               | as containers                        | `GeneratorState`    |
+| random number generator                               | as containers                        | `_GeneratorState`   |
 | array                                                 | as containers                        | `_ArrayElements`    |
 
-Iterators cannot be restored. Objects of installed packages are not, because threads of those packages may use them.
+Iterators cannot be restored. Queues and objects of installed packages are not, because other threads may use them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, d
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
-from queue import LifoQueue, PriorityQueue, Queue
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -45,7 +45,6 @@ from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS
 # Exact types only: iterating over a subclass may run user code.
 _SEQUENCE_TYPES, _SET_TYPES = (list, deque, UserList), (set, WeakSet)
 _DICT_TYPES = (dict, OrderedDict, defaultdict, Counter, UserDict, WeakKeyDictionary, WeakValueDictionary)
-_OBJECT_TYPES = (SimpleNamespace, Queue, LifoQueue, PriorityQueue)  # their attributes hold the variables
 _DATA_TYPES = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Tensor)
 _GENERATOR_TYPES = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _ARRAY_TYPES = (np.ndarray, array.array, bytearray)
@@ -75,7 +74,7 @@ class Variables(ABC):
     def save(self) -> Callable[[], None]:
         """Return a function that restores the present values.
 
-        It writes only what has changed, because another thread of the caller may be writing.
+        It writes to containers and namespaces only what has changed, because another thread may be writing.
         """
 
 
@@ -129,7 +128,8 @@ class _Names(Variables):
         namespace: Mapping[str, Any] = self.place if isinstance(self.place, dict) else vars(self.place)
         if self._names:
             return {name: namespace[name] for name in self._names if name in namespace}
-        return {name: v for name, v in namespace.items() if type(v) in _DATA_TYPES and not name.startswith("__")}
+        items = [*namespace.items()]  # another thread may write to the namespace
+        return {name: v for name, v in items if type(v) in _DATA_TYPES and not name.startswith("__")}
 
     def save(self) -> Callable[[], None]:
         saved = self.entries()
@@ -145,7 +145,7 @@ class _Names(Variables):
         return restore
 
 
-class GeneratorState(Variables):
+class _GeneratorState(Variables):
     def save(self) -> Callable[[], None]:
         generator = self.place
         if isinstance(generator, random.Random):
@@ -178,11 +178,12 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
         children: Iterable[Any] = ()
         if type(value) in (*_DICT_TYPES, *_SEQUENCE_TYPES, *_SET_TYPES):
             variables[id(value)] = _ContainerEntries(name, value)
-            children = islice(value.values() if type(value) in _DICT_TYPES else value, _MAX_ENTRIES)
-        elif type(value) in _OBJECT_TYPES:
+            # A list, because another thread may write to the container meanwhile.
+            children = list(islice(value.values() if type(value) in _DICT_TYPES else value, _MAX_ENTRIES))
+        elif type(value) is SimpleNamespace:
             children = (vars(value),)
         elif isinstance(value, _GENERATOR_TYPES):
-            variables[id(value)] = GeneratorState(name, value)
+            variables[id(value)] = _GeneratorState(name, value)
         elif isinstance(value, _ARRAY_TYPES):
             if _is_restorable(value):
                 variables[id(value)] = _ArrayElements(name, value)
@@ -197,7 +198,7 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
             if is_callers(value):
                 name = value.__name__
                 variables[id(value)] = _Names(name, value)
-                children = (v for v in vars(value).values() if not callable(v))
+                children = [v for v in [*vars(value).values()] if not callable(v)]
         elif is_callers(type(value)):
             if slots := _slots(type(value)):
                 variables[id(value)] = _Names(type(value).__name__, value, slots)
@@ -228,7 +229,9 @@ def is_callers(definition: Any) -> bool:
     """True if the class or Python module `definition` is defined outside installed packages."""
     module_name = definition.__name__ if isinstance(definition, ModuleType) else definition.__module__
     filename = getattr(sys.modules.get(module_name), "__file__", None)
-    is_outside = module_name == "__main__" or (filename is not None and not filename.startswith(_INSTALL_PATHS))
+    # torch.ops has a relative file name.
+    is_outside = filename is not None and Path(filename).is_absolute() and not filename.startswith(_INSTALL_PATHS)
+    is_outside |= module_name == "__main__"
     return is_outside and (isinstance(definition, ModuleType) or not is_library_function(definition))
 
 
@@ -255,7 +258,7 @@ def _reachable_values(function: FunctionType, variables: dict[object, Variables]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         variables[id(cell)] = _CellContents(f"{name} of {function.__qualname__}", cell)
         yield _cell_contents(cell)
-    named, assigned = global_names(function.__code__)
+    named, assigned = _global_names(function.__code__)
     for name in named:
         value = function.__globals__.get(name)
         if isinstance(value, torch.Tensor) or (name in assigned and name in function.__globals__):
@@ -270,7 +273,7 @@ def _wrapped_functions(function: FunctionType) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=10_000)
-def global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def _global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of globals and attributes in `code`, and those of the globals that it assigns to."""
     codes = [*_nested_codes(code)]
     instructions = (instruction for nested_code in codes for instruction in dis.get_instructions(nested_code))

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
@@ -129,7 +129,7 @@ class StepCheck:
         self.output_shapes: dict[object, list[torch.Size]] = {}  # of the sharded model, by `_shapes_key`
         self._compared_keys: set[object] = set()  # `_call_key` of each call that has been compared
         # Without training mode, the comparison after sharding has covered the conditions of the first evaluation.
-        self._has_unseen_eval_mode = was_training
+        self._compares_next_evaluation = was_training
         self._conditions = ComparedConditions()
         self._trainable: set[tuple[bool, ...]] = set()  # `requires_grad` of the parameters at the calls so far
         self._is_skip_reported = False  # True if the log says why steps are not compared
@@ -166,16 +166,18 @@ class StepCheck:
         key, has_new_conditions = _call_key(model, arguments), self._conditions.has_new(conditions)
         needs_comparison = is_repetition or key not in self._compared_keys or has_new_conditions
         rank_reports = gather_over_meshes(
-            self.meshes, "a training step", [needs_comparison, self._reason_not_comparable(model, arguments)]
+            self.meshes,
+            "a training step",
+            [needs_comparison, has_new_conditions, self._reason_not_comparable(model, arguments)],
         )
-        if not any(is_needed for is_needed, _ in rank_reports):
+        if not any(is_needed for is_needed, *_ in rank_reports):
             return
-        if has_new_conditions:
+        if any(has_new for _, has_new, _ in rank_reports):  # on all ranks, which then find the shapes together
             self.output_shapes.clear()
         self._compared_keys.add(key)
         self._conditions.add(conditions)
         reason = (
-            next((rank_reason for _, rank_reason in rank_reports if rank_reason), "")
+            next((rank_reason for *_, rank_reason in rank_reports if rank_reason), "")
             or _StepComparison(self, model, args, kwargs, arguments).compare()
         )
         if not reason and _is_small_16_bit(model):
@@ -198,8 +200,8 @@ class StepCheck:
             return
         self._compared_keys.add(key)
         self._conditions.add(conditions)
-        if not self._has_unseen_eval_mode:
-            self._has_unseen_eval_mode = True
+        if not self._compares_next_evaluation:
+            self._compares_next_evaluation = True
             return
         self._evaluations_to_compare -= 1
         self.output_shapes.clear()
@@ -529,7 +531,7 @@ class _StepComparison:
         args, kwargs = tree_map(copy_argument, (self.args, dict(self.kwargs)))
         output = self.model(*args, **kwargs)
         self._returned_numbers = {
-            VariableId(0, str(index), f"number {index} that it returns"): number
+            VariableId(0, f"number {index}", f"number {index} that it returns"): number
             for index, number in enumerate(iterate_numbers(output))
         }
         return output_tensors(output)
@@ -622,8 +624,10 @@ class _StepComparison:
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
         if not total.requires_grad:
             return dict.fromkeys(parameters)
-        if has_reentrant_checkpoint([total]) and DistributedDataParallel._get_active_ddp_module() is not None:
-            return None  # DDP would reduce these gradients
+        if DistributedDataParallel._get_active_ddp_module() is not None and (
+            has_reentrant_checkpoint([total]) or has_multi_grad_hook(parameters.values())
+        ):
+            return None  # DDP would reduce the gradients of a backward pass
         return dict(zip(parameters, gradients_of([total], [*parameters.values()]), strict=True))
 
     def _small_buffers(self) -> dict[str, Tensor]:
@@ -637,7 +641,7 @@ class _StepComparison:
     def _buffer_values(self, *, written_only: bool = False) -> dict[VariableId, Any]:
         """Return the small buffers; with `written_only`, those with other values than before the comparison."""
         return {
-            VariableId(0, name, f"buffer {name!r}"): t
+            VariableId(0, f"buffer {name}", f"buffer {name!r}"): t
             for name, t in self._small_buffers().items()
             if name in self.buffers
             and not (written_only and t.shape == self.buffers[name].shape and torch.equal(t, self.buffers[name]))
@@ -858,23 +862,20 @@ def gradients_of(
     backward pass of its own.
     """
     with separate_grads(parameters):
-        if has_reentrant_checkpoint(roots):  # it does not support torch.autograd.grad
+        if has_reentrant_checkpoint(roots) or has_multi_grad_hook(parameters):  # no support for torch.autograd.grad
             torch.autograd.backward(roots, root_gradients)
             return [p.grad for p in parameters]
-        try:
-            gradients = torch.autograd.grad(roots, parameters, root_gradients, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "_will_engine_execute_node" not in str(error):
-                raise
-            # A hook of register_multi_grad_hook, which does not support torch.autograd.grad.
-            for p in parameters:
-                p.grad = None
-            torch.autograd.backward(roots, root_gradients)
-            return [p.grad for p in parameters]
+        gradients = torch.autograd.grad(roots, parameters, root_gradients, allow_unused=True)
         return [
             gradient if p.grad is None else p.grad if gradient is None else gradient + p.grad
             for p, gradient in zip(parameters, gradients, strict=True)
         ]
+
+
+def has_multi_grad_hook(parameters: Iterable[Tensor]) -> bool:
+    """True if a tensor has a hook of torch.autograd.graph.register_multi_grad_hook."""
+    hooks = (hook for p in parameters for hook in (p._backward_hooks or {}).values())
+    return any("register_multi_grad_hook" in getattr(hook, "__qualname__", "") for hook in hooks)
 
 
 def has_reentrant_checkpoint(roots: Sequence[Tensor]) -> bool:

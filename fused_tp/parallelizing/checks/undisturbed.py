@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.parallelizing.checks.batch_check import suspend_checks
 from fused_tp.parallelizing.checks.model_check import is_library_function
-from fused_tp.parallelizing.checks.reachable import GeneratorState, Variables, find_variables
+from fused_tp.parallelizing.checks.reachable import Variables, find_variables
 from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, ModuleState
 from fused_tp.parallelizing.forward_shard import tensor_version
 
@@ -92,15 +92,14 @@ def preserve_state(
     saved_entries = [] if written_variables is None else [variables.entries() for variables in reachable]
     try:
         with (
-            _restore_on_exit([*reachable, *_random_generators()]),
+            _restore_on_exit(reachable),
+            _fork_host_generators(),
             torch.random.fork_rng(_initialized_gpus()),
             torch.set_grad_enabled(with_gradients),
             suspend_checks(),
             _hide_saved_tensors(),
         ):
             torch.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
             for device, random_state in zip((None, *_initialized_gpus()), random_states, strict=False):
                 torch.set_rng_state(random_state) if device is None else torch.cuda.set_rng_state(random_state, device)
             initial_states = current_random_states()
@@ -140,6 +139,20 @@ def preserve_state(
                 is_written = tensor_version(t) != version or (can_compare and not torch.equal(t, value))
                 if is_written:
                     t.copy_(value)
+
+
+@contextmanager
+def _fork_host_generators() -> Iterator[None]:
+    """Seed the global random number generators of Python and numpy with 0, and restore them on exit."""
+    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    random.seed(0)
+    with suppress(TypeError):  # another bit generator than numpy's default has no seed
+        np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -190,12 +203,6 @@ def current_random_states() -> list[torch.Tensor]:
 
 
 # -- variables that callers' hooks and forwards write to ---------------------------------------------------------------
-
-
-def _random_generators() -> list[Variables]:
-    """Return the global random number generators of Python and numpy."""
-    generators = (random._inst, np.random.mtrand._rand)
-    return [GeneratorState("global random numbers", generator) for generator in generators]
 
 
 def _state_tensors(module_states: Sequence[ModuleState], reachable: Sequence[Variables]) -> Iterator[torch.Tensor]:
