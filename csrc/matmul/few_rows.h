@@ -12,7 +12,7 @@
 
 namespace fused_tp::matmul {
 
-constexpr int64_t kMaxRows = 16;
+constexpr int64_t kMaxRows = 32;
 
 struct FewRowsProblem {
   const void* x;     // [rows, depth]

@@ -10,10 +10,13 @@ struct Avx2Sums {
   using Sums = __m256;
   static constexpr int kRows = 2, kColumns = 4;
   static Sums zero() { return _mm256_setzero_ps(); }
-  static float sum(Sums sums) {
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  // Neighbours are added pairwise, so that three levels of additions add the lanes of all eight.
+  static constexpr int kReduced = 8;
+  static void reduce(const Sums* sums, float* to) {
+    const __m256 first = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+    const __m256 last = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
+    _mm256_storeu_ps(
+        to, _mm256_add_ps(_mm256_permute2f128_ps(first, last, 0x20), _mm256_permute2f128_ps(first, last, 0x31)));
   }
 };
 
@@ -30,7 +33,7 @@ struct Fp32Lanes : Avx2Sums, Fp32Elements {
 // bf16 without AVX512_BF16: even and odd elements are converted to separate fp32 vectors, one by a shift, one by a
 // mask.
 struct Bf16EmulatedLanes : Avx2Sums, Bf16Elements {
-  static constexpr int kColumns = 2;
+  static constexpr int kRows = 4, kColumns = 2;
   static constexpr int kStep = 16, kXBytes = 64;
   struct XStep {
     __m256 even, odd;

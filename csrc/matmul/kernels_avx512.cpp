@@ -14,9 +14,28 @@ namespace {
 
 struct Avx512Sums {
   using Sums = __m512;
-  static constexpr int kRows = 3, kColumns = 6;
+  static constexpr int kRows = 4, kColumns = 6;  // with x and w 31 of the 32 registers
   static Sums zero() { return _mm512_setzero_ps(); }
-  static float sum(Sums sums) { return _mm512_reduce_add_ps(sums); }
+  // Halves of vectors are added pairwise, so that four levels of 8, 4, 2 and 1 additions add the lanes of all sixteen.
+  static constexpr int kReduced = 16;
+  static void reduce(const Sums* sums, float* to) {
+    __m512 pairs[8], fours[4], eights[2];
+    FUSED_TP_UNROLL
+    for (int i = 0; i < 8; ++i)
+      pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]),
+                               _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
+    FUSED_TP_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+      fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    FUSED_TP_UNROLL
+    for (int i = 0; i < 2; ++i) eights[i] = add_even_and_odd_quarters(fours[2 * i], fours[2 * i + 1]);
+    _mm512_storeu_ps(to, add_even_and_odd_quarters(eights[0], eights[1]));
+  }
+  static __m512 add_even_and_odd_quarters(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
 };
 
 struct Fp32Lanes : Avx512Sums, Fp32Elements {

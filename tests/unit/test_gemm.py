@@ -97,20 +97,34 @@ def test_second_derivative() -> None:
 @pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_rows_on_every_instruction_set(dtype: torch.dtype, isa: str) -> None:
-    """Cover whole and partial tiles, steps, and blocks of steps; all numbers of threads give the same bits."""
+    """Cover whole and partial tiles, steps, and blocks of steps.
+
+    Neither the number of threads nor the other rows change the bits of a row.
+    """
     core, code = pytest.importorskip("fused_tp._core"), gemm._NATIVE_DTYPES[dtype]
     if core.few_rows_isa(code, isa) not in (isa, "avx512" if dtype is torch.float32 else isa):
         pytest.skip(f"this CPU lacks {isa}")
-    for rows, columns, depth in ((1, 6, 32), (3, 7, 1), (2, 1, 33), (4, 13, 31), (16, 100, 2080), (5, 200, 1024)):
+    for rows, columns, depth in (
+        (1, 6, 32),
+        (3, 7, 1),
+        (2, 1, 33),
+        (4, 13, 31),
+        (7, 12, 64),
+        (16, 100, 4128),
+        (5, 200, 1024),
+        (13, 103, 300),
+        (core.FEW_ROWS, 24, 130),
+    ):
         x, w, bias = (seeded(*shape, dtype=dtype) for shape in ((rows, depth), (columns, depth + 3), (columns,)))
         for b in (None, bias):
             found = []
-            for threads in (1, 3):
+            for threads, split in ((1, [rows]), (3, [rows]), (1, [1] * rows)):
                 y = torch.full((rows, columns), math.nan, dtype=dtype)
-                at = (x.data_ptr(), depth, w.data_ptr(), depth + 3, 0 if b is None else b.data_ptr(), y.data_ptr())
-                core.few_rows(code, *at, rows, columns, depth, threads, isa)
+                for part, y_part in zip(x.split(split), y.split(split), strict=True):
+                    at = (part.data_ptr(), depth, w.data_ptr(), depth + 3, 0 if b is None else b.data_ptr())
+                    core.few_rows(code, *at, y_part.data_ptr(), len(part), columns, depth, threads, isa)
                 found.append(y)
-            assert torch.equal(*found)
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
             assert_within_dtype_error(found[0], matmul64(x, w[:, :depth], b), dtype, reduced_over=depth)
 
 
