@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "isa.h"
 #include "matmul/few_rows.h"
+#include "matmul/packed.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/kernels.h"
@@ -262,12 +263,12 @@ void bind_matmul(py::module_& m) {
       "few_rows_isa",
       [](int dtype, const std::string& isa) { return matmul::few_rows_isa(to_dtype(dtype), isa.c_str()); }, "dtype"_a,
       "isa"_a = "", "Instruction set of the kernels of few_rows for this dtype; empty if there are none.");
-  m.attr("FEW_ROWS") = matmul::kMaxRows;
+  m.attr("FEW_ROWS") = matmul::kMaxFewRows;
   m.def(
       "few_rows",
       [](int dtype, Address x, int64_t x_row, Address w, int64_t w_row, Address bias, Address y, int64_t rows,
          int64_t columns, int64_t depth, int threads, const std::string& isa) {
-        require(rows <= matmul::kMaxRows, "rows must be at most FEW_ROWS");
+        require(rows <= matmul::kMaxFewRows, "rows must be at most FEW_ROWS");
         matmul::few_rows({pointer<>(x), x_row, pointer<>(w), w_row, pointer<>(bias), pointer<>(y), rows, columns, depth,
                           to_dtype(dtype)},
                          threads, isa.c_str());
@@ -275,6 +276,33 @@ void bind_matmul(py::module_& m) {
       "dtype"_a, "x"_a, "x_row"_a, "w"_a, "w_row"_a, "bias"_a, "y"_a, "rows"_a, "columns"_a, "depth"_a, "threads"_a,
       "isa"_a = "", NoGil(),
       "y [rows, columns] = x [rows, depth] @ w [columns, depth]^T + bias. x_row, w_row: elements between rows.");
+  m.def(
+      "packed_isa", [](int dtype, const std::string& isa) { return matmul::packed_isa(to_dtype(dtype), isa.c_str()); },
+      "dtype"_a, "isa"_a = "",
+      "Instruction set of the kernels for packed weights of this dtype; empty if there are none.");
+  m.def(
+      "packed_elements",
+      [](int dtype, int64_t columns, int64_t depth) {
+        return matmul::packed_elements(columns, depth, to_dtype(dtype));
+      },
+      "dtype"_a, "columns"_a, "depth"_a, "Number of elements of a packed weight [columns, depth].");
+  m.def(
+      "pack_weight",
+      [](int dtype, Address w, int64_t w_row, int64_t columns, int64_t depth, Address packed, int threads) {
+        matmul::pack_weight(pointer<>(w), w_row, columns, depth, to_dtype(dtype), pointer<>(packed), threads);
+      },
+      "dtype"_a, "w"_a, "w_row"_a, "columns"_a, "depth"_a, "packed"_a, "threads"_a, NoGil(),
+      "Packs w [columns, depth] to memory of packed_elements elements.");
+  m.def(
+      "multiply_packed",
+      [](int dtype, Address x, int64_t x_row, Address packed, Address bias, Address y, int64_t rows, int64_t columns,
+         int64_t depth, int threads, const std::string& isa) {
+        matmul::multiply_packed({pointer<>(x), x_row, pointer<>(packed), 0, pointer<>(bias), pointer<>(y), rows,
+                                 columns, depth, to_dtype(dtype)},
+                                threads, isa.c_str());
+      },
+      "dtype"_a, "x"_a, "x_row"_a, "packed"_a, "bias"_a, "y"_a, "rows"_a, "columns"_a, "depth"_a, "threads"_a,
+      "isa"_a = "", NoGil(), "y [rows, columns] = x [rows, depth] @ w^T + bias, for a weight packed by pack_weight.");
 }
 
 // ---- attention -------------------------------------------------------------------------------------------------

@@ -1,27 +1,32 @@
-// A tile of up to kRows x kColumns sums stays in registers. One step multiplies kStep elements of each row of x and w.
-// A block of w (kColumns rows, kBlockBytes of each) stays in the L1 cache for all tiles of rows. The rows of x are
-// divided evenly among tiles: 5 rows are 3 + 2, not 4 + 1, because a tile of one row loads seven vectors for six
-// products.
+// The matmul kernels, over weights as they are and packed weights (packed.h).
+//
+// A tile of up to kRows x kColumns sums stays in registers. One step multiplies kDepth elements of each row of x by
+// kColumns rows of w; a row of a packed weight is a panel of kWidth columns. A block of w (kColumns rows, kBlockBytes
+// of each) is multiplied by all tiles of rows before the next. The rows of x are divided evenly among tiles: 5 rows are
+// 3 + 2, not 4 + 1, because a tile of one row loads seven vectors for six products.
 //
 // Meanwhile the next block is prefetched at an even rate, about one cache line per row of x and step: a core has few
 // buffers for lines that are on their way (24 on Zen 4), and a burst of prefetches leaves none for the loads of the
 // current block. Up to kMaxMemoryBoundRows rows, lines are prefetched into the L2 cache only: there the hardware's own
 // prefetcher runs ahead, which is faster. With more rows, products take longer than memory, and lines are prefetched
-// into the L1 cache.
+// into the L1 cache; above kMaxPrefetchedRows, the hardware's prefetcher suffices.
 //
-// Each element of y is one chain of sums over depth, then one fixed tree over the lanes: its bits depend on neither the
-// other rows and columns nor the tile that computes it.
+// Each element of y is one chain of sums over depth, then (unless w is packed) one fixed tree over the lanes: its bits
+// depend on neither the other rows and columns nor the tile that computes it.
 //
 // A Lanes type L defines:
 //   kRows, kColumns                     largest register tile
+//   kMaxRows                            rows of x for which sums are in memory at a time
 //   Element                             element type of x, w and y; to_float and from_float convert it
-//   kStep                               elements of a row per step
+//   kDepth, kStep                       elements of a row of x and of w per step
+//   kWidth                              columns of y per row of w: 1, or the width of a panel
+//   kBlockBytes                         bytes of a row of w in a block
 //   XStep, WStep                        registers with one step of x or w
 //   kXBytes                             bytes of one step of packed x
-//   pack(from, to)                      packs kStep elements of x
+//   pack(from, to)                      packs kDepth elements of x
 //   load_x(packed), load_w(w)           load one step
 //   multiply_add(x, w, sums)            accumulates in fp32 lanes
-//   kReduced, reduce(sums, to)          adds the lanes of each of kReduced sums
+//   kReduced, reduce(sums, to)          if kWidth is 1: adds the lanes of each of kReduced sums
 #pragma once
 
 #include <algorithm>
@@ -34,20 +39,46 @@
 namespace fused_tp::matmul {
 namespace {
 
-constexpr int64_t kBlockBytes = 8192;  // bytes of each row of w in a block
-constexpr int64_t kMaxMemoryBoundRows = 12;
+constexpr int64_t kMaxMemoryBoundRows = 12, kMaxPrefetchedRows = 64;
+enum Locality { kNoPrefetch = 0, kL2 = 2, kL1 = 3 };  // 2 and 3: of __builtin_prefetch
 
 template <class L>
-constexpr int64_t kBlockSteps = kBlockBytes / (L::kStep * static_cast<int64_t>(sizeof(typename L::Element)));
+constexpr int64_t kBlockSteps = L::kBlockBytes / (L::kStep * static_cast<int64_t>(sizeof(typename L::Element)));
 
 template <class L>
-int64_t count_steps(const FewRowsProblem& problem) {
-  return (problem.depth + L::kStep - 1) / L::kStep;
+int64_t count_steps(const Problem& problem) {
+  return (problem.depth + L::kDepth - 1) / L::kDepth;
+}
+
+// Returns true if the kernels read x as it is.
+template <class L>
+bool reads_x(const Problem& problem) {
+  constexpr bool has_elements_of_x = L::kXBytes == L::kDepth * sizeof(typename L::Element);
+  return L::kWidth > 1 && has_elements_of_x && problem.depth % L::kDepth == 0;
 }
 
 template <class L>
-size_t packed_bytes(const FewRowsProblem& problem) {
-  return static_cast<size_t>(problem.rows * count_steps<L>(problem)) * L::kXBytes;
+size_t packed_bytes(const Problem& problem) {
+  return reads_x<L>(problem) ? 0 : static_cast<size_t>(problem.rows * count_steps<L>(problem)) * L::kXBytes;
+}
+
+// x, packed or as it is. The steps of a tile of rows are consecutive if w is not packed: [tile][step][row of the tile].
+// Otherwise those of a row are, because then only a few bytes of each row are read per step.
+template <class L>
+struct XView {
+  const char* data;
+  int64_t row_bytes;
+
+  XView rows_from(int64_t m) const { return {data + m * row_bytes, row_bytes}; }
+  static constexpr int64_t step_bytes(int64_t tile_rows) { return L::kWidth > 1 ? L::kXBytes : tile_rows * L::kXBytes; }
+  int64_t bytes_between_rows() const { return L::kWidth > 1 ? row_bytes : L::kXBytes; }
+};
+
+template <class L>
+XView<L> view_x(const Problem& problem, const char* packed) {
+  if (reads_x<L>(problem))
+    return {static_cast<const char*>(problem.x), problem.x_row * static_cast<int64_t>(sizeof(typename L::Element))};
+  return {packed, count_steps<L>(problem) * L::kXBytes};
 }
 
 // Calls tile(first row, rows) for each tile of rows.
@@ -62,18 +93,20 @@ inline void for_each_tile(int64_t rows, const Tile& tile) {
 }
 
 template <class L>
-void pack(const FewRowsProblem& problem, char* packed) {
+void pack(const Problem& problem, int64_t begin, char* packed) {
   using Element = typename L::Element;
-  const auto* const x = static_cast<const Element*>(problem.x);
-  const int64_t full_steps = problem.depth / L::kStep, remainder = problem.depth % L::kStep;
-  for_each_tile<L>(problem.rows, [&](int64_t first, int64_t rows) {
+  const auto* const x = static_cast<const Element*>(problem.x) + begin * problem.x_row;
+  const int64_t full_steps = problem.depth / L::kDepth, remainder = problem.depth % L::kDepth;
+  const XView<L> view = view_x<L>(problem, packed).rows_from(begin);
+  for_each_tile<L>(std::min<int64_t>(problem.rows - begin, L::kMaxRows), [&](int64_t first, int64_t rows) {
     for (int64_t m = first; m < first + rows; ++m) {
       const Element* const row = x + m * problem.x_row;
-      char* to = packed + (first * count_steps<L>(problem) + m - first) * L::kXBytes;
-      for (int64_t step = 0; step < full_steps; ++step, to += rows * L::kXBytes) L::pack(row + step * L::kStep, to);
+      char* to = packed + (view.rows_from(first).data - packed) + (m - first) * view.bytes_between_rows();
+      for (int64_t step = 0; step < full_steps; ++step, to += view.step_bytes(rows))
+        L::pack(row + step * L::kDepth, to);
       if (remainder == 0) continue;
-      Element tail[L::kStep] = {};
-      std::memcpy(tail, row + full_steps * L::kStep, remainder * sizeof(Element));
+      Element tail[L::kDepth] = {};
+      std::memcpy(tail, row + full_steps * L::kDepth, remainder * sizeof(Element));
       L::pack(tail, to);
     }
   });
@@ -88,7 +121,7 @@ struct WeightBlock {
 
 // Prefetches a block of w: the same step of all rows of w, then the next step. Each call of prefetch adds
 // kColumns / calls_per_step lines to those that are due.
-template <class L, int kColumns, int kLocality>
+template <class L, int kColumns, Locality kLocality>
 class Prefetcher {
  public:
   Prefetcher(const WeightBlock<L>& block, int64_t calls_per_step)
@@ -98,6 +131,7 @@ class Prefetcher {
         calls_per_step_(calls_per_step) {}
 
   void prefetch() {
+    if constexpr (kLocality == kNoPrefetch) return;
     for (credit_ += kColumns; credit_ >= calls_per_step_; credit_ -= calls_per_step_) {
       if (left_ == 0) return;
       --left_;
@@ -115,9 +149,8 @@ class Prefetcher {
   int column_ = 0;
 };
 
-// `packed` points to the first step of these rows of x.
-template <class L, int kRows, int kColumns, int kLocality>
-inline void multiply_tile(const char* packed, const WeightBlock<L>& block, Prefetcher<L, kColumns, kLocality>& next,
+template <class L, int kRows, int kColumns, Locality kLocality>
+inline void multiply_tile(const XView<L>& x_rows, const WeightBlock<L>& block, Prefetcher<L, kColumns, kLocality>& next,
                           bool is_first, typename L::Sums (*sums_in_memory)[kColumns]) {
   typename L::Sums sums[kRows][kColumns];
   FUSED_TP_UNROLL
@@ -125,15 +158,17 @@ inline void multiply_tile(const char* packed, const WeightBlock<L>& block, Prefe
     FUSED_TP_UNROLL
     for (int n = 0; n < kColumns; ++n) sums[m][n] = is_first ? L::zero() : sums_in_memory[m][n];
   }
-  packed += block.begin * kRows * L::kXBytes;
+  constexpr int64_t kStepBytes = XView<L>::step_bytes(kRows);
+  const int64_t bytes_between_rows = x_rows.bytes_between_rows();
+  const char* from = x_rows.data + block.begin * kStepBytes;
   Prefetcher<L, kColumns, kLocality> prefetcher = next;
-  for (int64_t step = block.begin; step < block.end; ++step, packed += kRows * L::kXBytes) {
+  for (int64_t step = block.begin; step < block.end; ++step, from += kStepBytes) {
     typename L::WStep w[kColumns];
     FUSED_TP_UNROLL
     for (int n = 0; n < kColumns; ++n) w[n] = L::load_w(block.w + n * block.w_row + step * L::kStep);
     FUSED_TP_UNROLL
     for (int m = 0; m < kRows; ++m) {
-      const typename L::XStep x = L::load_x(packed + m * L::kXBytes);
+      const typename L::XStep x = L::load_x(from + m * bytes_between_rows);
       FUSED_TP_UNROLL
       for (int n = 0; n < kColumns; ++n) sums[m][n] = L::multiply_add(x, w[n], sums[m][n]);
       prefetcher.prefetch();
@@ -147,79 +182,112 @@ inline void multiply_tile(const char* packed, const WeightBlock<L>& block, Prefe
   }
 }
 
-// Adds the products of one block of w and all rows of x to `sums`, and prefetches `next`. `packed` has `steps` steps of
-// each row.
-template <class L, int kColumns, int kLocality>
-void multiply_block(const char* packed, int64_t rows, int64_t steps, const WeightBlock<L>& block,
-                    const WeightBlock<L>& next, typename L::Sums (*sums)[kColumns], bool is_first) {
-  static_assert(L::kRows == 2 || L::kRows == 4);
-  Prefetcher<L, kColumns, kLocality> prefetcher(next, rows);
-  for_each_tile<L>(rows, [&](int64_t m, int64_t tile_rows) {
-    const char* const x = packed + m * steps * L::kXBytes;
-    if (tile_rows == 1) multiply_tile<L, 1, kColumns, kLocality>(x, block, prefetcher, is_first, sums + m);
-    if (tile_rows == 2) multiply_tile<L, 2, kColumns, kLocality>(x, block, prefetcher, is_first, sums + m);
-    if constexpr (L::kRows == 4) {
-      if (tile_rows == 3) multiply_tile<L, 3, kColumns, kLocality>(x, block, prefetcher, is_first, sums + m);
-      if (tile_rows == 4) multiply_tile<L, 4, kColumns, kLocality>(x, block, prefetcher, is_first, sums + m);
-    }
-  });
-}
-
-template <class L, int kColumns, int kLocality>
-void multiply_columns(const FewRowsProblem& problem, const char* packed, int64_t begin, int64_t end) {
-  using Element = typename L::Element;
-  const auto* const w = static_cast<const Element*>(problem.w);
-  const auto* const bias = static_cast<const Element*>(problem.bias);
-  auto* const y = static_cast<Element*>(problem.y);
-  const int64_t rows = problem.rows, w_row = problem.w_row;
-  const int64_t full_steps = problem.depth / L::kStep, remainder = problem.depth % L::kStep;
-  constexpr int64_t kReducedRows = (kMaxRows * kColumns + L::kReduced - 1) / L::kReduced * L::kReduced;
-  typename L::Sums sums[kReducedRows];
-  alignas(64) float reduced[kReducedRows];
-  auto* const tiles = reinterpret_cast<typename L::Sums(*)[kColumns]>(sums);
-  const int64_t groups = (rows * kColumns + L::kReduced - 1) / L::kReduced;
-  for (int64_t i = rows * kColumns; i < groups * L::kReduced; ++i) sums[i] = L::zero();
-  for (int64_t n = begin; n < end; n += kColumns) {
-    const WeightBlock<L> next_rows{w + std::min(n + kColumns, end - kColumns) * w_row, w_row, 0,
-                                   std::min(full_steps, kBlockSteps<L>)};
-    for (int64_t step = 0; step < full_steps; step += kBlockSteps<L>) {
-      const int64_t end_step = std::min(step + kBlockSteps<L>, full_steps);
-      const WeightBlock<L> current{w + n * w_row, w_row, step, end_step};
-      const WeightBlock<L> next_in_row{current.w, w_row, end_step, std::min(end_step + kBlockSteps<L>, full_steps)};
-      multiply_block<L, kColumns, kLocality>(packed, rows, count_steps<L>(problem), current,
-                                             end_step < full_steps ? next_in_row : next_rows, tiles, step == 0);
-    }
-    if (remainder > 0) {  // fewer than kStep elements remain: multiply a copy padded with zeros
-      Element tail[kColumns][L::kStep] = {};
-      for (int i = 0; i < kColumns; ++i)
-        std::memcpy(tail[i], w + (n + i) * w_row + full_steps * L::kStep, remainder * sizeof(Element));
-      const WeightBlock<L> padded{tail[0] - full_steps * L::kStep, L::kStep, full_steps, full_steps + 1};
-      multiply_block<L, kColumns, kLocality>(packed, rows, count_steps<L>(problem), padded, {tail[0], L::kStep, 0, 0},
-                                             tiles, full_steps == 0);
-    }
-    for (int64_t i = 0; i < groups; ++i) L::reduce(sums + i * L::kReduced, reduced + i * L::kReduced);
-    for (int64_t m = 0; m < rows; ++m)
-      for (int i = 0; i < kColumns; ++i) {
-        const float sum = reduced[m * kColumns + i];
-        y[m * problem.columns + n + i] = L::from_float(bias == nullptr ? sum : sum + L::to_float(bias[n + i]));
-      }
+// Calls multiply_tile for a tile of `rows` rows, at most kRows.
+template <class L, int kRows, int kColumns, Locality kLocality>
+inline void multiply_tile_of(int64_t rows, const XView<L>& x, const WeightBlock<L>& block,
+                             Prefetcher<L, kColumns, kLocality>& next, bool is_first,
+                             typename L::Sums (*sums)[kColumns]) {
+  if (rows == kRows) {
+    multiply_tile<L, kRows, kColumns, kLocality>(x, block, next, is_first, sums);
+  } else if constexpr (kRows > 1) {
+    multiply_tile_of<L, kRows - 1, kColumns, kLocality>(rows, x, block, next, is_first, sums);
   }
 }
 
+// Adds the products of one block of w and `rows` rows of x to `sums`, and prefetches `next`.
+template <class L, int kColumns, Locality kLocality>
+void multiply_block(const XView<L>& x, int64_t rows, const WeightBlock<L>& block, const WeightBlock<L>& next,
+                    typename L::Sums (*sums)[kColumns], bool is_first) {
+  Prefetcher<L, kColumns, kLocality> prefetcher(next, rows);
+  for_each_tile<L>(rows, [&](int64_t m, int64_t tile_rows) {
+    multiply_tile_of<L, L::kRows, kColumns, kLocality>(tile_rows, x.rows_from(m), block, prefetcher, is_first,
+                                                       sums + m);
+  });
+}
+
+// Calls use(m, sums of all columns of row m) for each row.
+template <class L, int kColumns, class Use>
+inline void for_each_row_of_sums(const typename L::Sums (*sums)[kColumns], int64_t rows, const Use& use) {
+  if constexpr (L::kWidth > 1) {
+    for (int64_t m = 0; m < rows; ++m) use(m, reinterpret_cast<const float*>(sums[m]));
+  } else {
+    constexpr int64_t kFloats = (L::kMaxRows * kColumns + L::kReduced - 1) / L::kReduced * L::kReduced;
+    alignas(64) float reduced[kFloats];
+    const auto* const flat = sums[0];
+    const int64_t count = rows * kColumns;
+    int64_t i = 0;
+    for (; i + L::kReduced <= count; i += L::kReduced) L::reduce(flat + i, reduced + i);
+    if (i < count) {
+      typename L::Sums last[L::kReduced];
+      for (int64_t j = 0; j < L::kReduced; ++j) last[j] = i + j < count ? flat[i + j] : L::zero();
+      L::reduce(last, reduced + i);
+    }
+    for (int64_t m = 0; m < rows; ++m) use(m, reduced + m * kColumns);
+  }
+}
+
+// Computes rows [begin, end) of y, for the columns of kColumns rows of w from row n on; `end_n` ends the rows of w.
+template <class L, int kColumns, Locality kLocality>
+void multiply_rows(const Problem& problem, const char* packed, int64_t begin, int64_t end, int64_t n, int64_t end_n) {
+  using Element = typename L::Element;
+  const auto* const w = static_cast<const Element*>(problem.w);
+  const int64_t rows = end - begin, w_row = problem.w_row, steps = count_steps<L>(problem);
+  const int64_t full_steps = L::kWidth > 1 ? steps : problem.depth / L::kDepth;  // panels are padded with zeros
+  const XView<L> x = view_x<L>(problem, packed).rows_from(begin);
+  typename L::Sums sums[L::kMaxRows][kColumns];
+  const WeightBlock<L> next_rows{w + std::min(n + kColumns, end_n - kColumns) * w_row, w_row, 0,
+                                 std::min(full_steps, kBlockSteps<L>)};
+  for (int64_t step = 0; step < full_steps; step += kBlockSteps<L>) {
+    const int64_t end_step = std::min(step + kBlockSteps<L>, full_steps);
+    const WeightBlock<L> current{w + n * w_row, w_row, step, end_step};
+    const WeightBlock<L> next_in_row{current.w, w_row, end_step, std::min(end_step + kBlockSteps<L>, full_steps)};
+    multiply_block<L, kColumns, kLocality>(x, rows, current, end_step < full_steps ? next_in_row : next_rows, sums,
+                                           step == 0);
+  }
+  if (full_steps < steps) {  // fewer than kDepth elements remain: multiply a copy padded with zeros
+    Element tail[kColumns][L::kStep] = {};
+    for (int i = 0; i < kColumns; ++i)
+      std::memcpy(tail[i], w + (n + i) * w_row + full_steps * L::kStep, problem.depth % L::kDepth * sizeof(Element));
+    const WeightBlock<L> padded{tail[0] - full_steps * L::kStep, L::kStep, full_steps, full_steps + 1};
+    multiply_block<L, kColumns, kLocality>(x, rows, padded, {tail[0], L::kStep, 0, 0}, sums, full_steps == 0);
+  }
+  const auto* const bias = static_cast<const Element*>(problem.bias);
+  auto* const y = static_cast<Element*>(problem.y) + begin * problem.columns + n * L::kWidth;
+  const int64_t columns = std::min<int64_t>(kColumns * L::kWidth, problem.columns - n * L::kWidth);
+  for_each_row_of_sums<L, kColumns>(sums, rows, [&](int64_t m, const float* row) {
+    Element* const to = y + m * problem.columns;
+    if (bias == nullptr)
+      for (int64_t i = 0; i < columns; ++i) to[i] = L::from_float(row[i]);
+    else
+      for (int64_t i = 0; i < columns; ++i) to[i] = L::from_float(row[i] + L::to_float(bias[n * L::kWidth + i]));
+  });
+}
+
+// Rows of x outside, because those of one turn stay in the L2 cache, and w is streamed.
+template <class L, int kColumns, Locality kLocality>
+void multiply_columns(const Problem& problem, const char* packed, int64_t begin, int64_t end) {
+  for (int64_t m = 0; m < problem.rows; m += L::kMaxRows)
+    for (int64_t n = begin; n < end; n += kColumns)
+      multiply_rows<L, kColumns, kLocality>(problem, packed, m, std::min<int64_t>(m + L::kMaxRows, problem.rows), n,
+                                            end);
+}
+
+// Computes the columns of rows [begin, end) of w.
 template <class L>
-void multiply(const FewRowsProblem& problem, const char* packed, int64_t begin, int64_t end) {
-  constexpr int kL1 = 3, kL2 = 2;  // localities of __builtin_prefetch
+void multiply(const Problem& problem, const char* packed, int64_t begin, int64_t end) {
   const int64_t tiled_end = begin + (end - begin) / L::kColumns * L::kColumns;
   if (problem.rows <= kMaxMemoryBoundRows)
     multiply_columns<L, L::kColumns, kL2>(problem, packed, begin, tiled_end);
-  else
+  else if (problem.rows <= kMaxPrefetchedRows)
     multiply_columns<L, L::kColumns, kL1>(problem, packed, begin, tiled_end);
-  multiply_columns<L, 1, kL2>(problem, packed, tiled_end, end);
+  else if constexpr (L::kWidth > 1)
+    multiply_columns<L, L::kColumns, kNoPrefetch>(problem, packed, begin, tiled_end);
+  if constexpr (L::kColumns > 1) multiply_columns<L, 1, kL2>(problem, packed, tiled_end, end);
 }
 
 template <class L>
 constexpr Kernels make_kernels(const char* isa) {
-  return Kernels{isa, packed_bytes<L>, pack<L>, multiply<L>};
+  return Kernels{isa, L::kMaxRows, L::kColumns, packed_bytes<L>, pack<L>, multiply<L>};
 }
 
 struct Fp32Elements {

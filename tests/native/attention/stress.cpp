@@ -118,12 +118,12 @@ bool is_reproducible(const Case& test_case, int threads, const char* isa) {
 bool few_rows_are_reproducible(const char* isa) {
   bool passed = true;
   for (const DType dtype : {DType::kF32, DType::kBF16})
-    for (const auto& [rows, columns, depth] : {std::array<int64_t, 3>{1, 1, 1}, {16, 211, 2085}, {5, 100, 31}, {matmul::kMaxRows, 50, 65}}) {
+    for (const auto& [rows, columns, depth] : {std::array<int64_t, 3>{1, 1, 1}, {16, 211, 2085}, {5, 100, 31}, {matmul::kMaxFewRows, 50, 65}}) {
       if (*matmul::few_rows_isa(dtype, isa) == '\0') continue;
       const auto x = random_elements(rows * depth, dtype, 1), w = random_elements(columns * depth, dtype, 2);
       const auto bias = random_elements(columns, dtype, 3);
       std::vector<char> single(rows * columns * element_size(dtype)), threaded = single;
-      matmul::FewRowsProblem problem{x.data(),      depth, w.data(), depth, bias.data(),
+      matmul::Problem problem{x.data(),      depth, w.data(), depth, bias.data(),
                                      single.data(), rows,  columns,  depth, dtype};
       matmul::few_rows(problem, 1, isa);
       problem.y = threaded.data();
