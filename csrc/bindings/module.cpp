@@ -221,6 +221,30 @@ void bind_collectives(py::module_& m) {
                                  to_dtype(dtype));
       },
       NoGil());
+  m.def(
+      "rms_norm",
+      [](Address x, Address residual, Address weight, Address normed, Address new_residual, int64_t rows,
+         int64_t columns, double eps, int dtype, int threads) {
+        const DType element_type = to_dtype(dtype);
+        const auto row_bytes = static_cast<size_t>(columns) * element_size(element_type);
+        const auto at = [row_bytes](Address base, size_t row) {
+          return base == 0 ? nullptr : pointer<char>(base) + row * row_bytes;
+        };
+        constexpr int64_t kTaskBytes = 1 << 16;
+        const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / static_cast<int64_t>(row_bytes));
+        parallel_for((rows + task_rows - 1) / task_rows, threads, [&](int64_t task, int) {
+          for (int64_t row = task * task_rows; row < std::min(rows, (task + 1) * task_rows); ++row) {
+            const void* const partials[] = {at(x, row)};
+            shm::kernels().rms_norm_row({partials, 1, at(residual, row), pointer<>(weight), at(new_residual, row),
+                                         at(normed, row), static_cast<size_t>(columns), eps},
+                                        element_type);
+          }
+        });
+      },
+      "x"_a, "residual"_a, "weight"_a, "normed"_a, "new_residual"_a, "rows"_a, "columns"_a, "eps"_a, "dtype"_a,
+      "threads"_a, NoGil(),
+      "new_residual = x + residual; normed = new_residual / rms(new_residual) * weight. residual and new_residual may "
+      "be 0; results may replace x and residual.");
   m.def("isa", [] { return shm::kernels().isa; }, "Instruction set of the kernels of collectives on this CPU.");
   m.def(
       "isa_of",

@@ -94,7 +94,7 @@ struct Bf16Panels : PanelLanes, Bf16Elements {
     EvenAndOdd first, last;
   };
   static void pack(const uint16_t* from, char* to) {
-    const float pair[2] = {to_float(from[0]), to_float(from[1])};
+    const float pair[2] = {bf16_to_f32(from[0]), bf16_to_f32(from[1])};
     std::memcpy(to, pair, sizeof(pair));
   }
   static XStep load_x(const char* p) {

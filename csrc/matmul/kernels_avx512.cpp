@@ -67,8 +67,21 @@ struct Fp32Panels : PanelLanes, Fp32Elements {
   static Sums multiply_add(XStep x, WStep w, Sums sums) { return _mm512_fmadd_ps(x, w, sums); }
 };
 
-// bf16 with AVX512_BF16: each dpbf16 multiplies two pairs per lane and adds both products to an fp32 lane.
+// bf16 with AVX512_BF16: each dpbf16 multiplies two pairs per lane and adds both products to an fp32 lane. Its
+// instructions take subnormal numbers for zero.
 struct Bf16Native : Bf16Elements {
+  static void round(const float* sums, const uint16_t* bias, int64_t count, uint16_t* y) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+      __m512 sum = _mm512_loadu_ps(sums + i);
+      if (bias != nullptr) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bias + i)));
+        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)));
+      }
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(y + i), (__m256i)_mm512_cvtneps_pbh(sum));
+    }
+    Bf16Elements::round(sums + i, bias == nullptr ? nullptr : bias + i, count - i, y + i);
+  }
   static constexpr int kStep = 32;
   using XStep = __m512i;
   using WStep = __m512i;
@@ -121,7 +134,7 @@ struct Bf16EmulatedPanels : PanelLanes, Bf16Emulated {
   static constexpr int kColumns = 3;
   static constexpr int kDepth = 2, kXBytes = 8;
   static void pack(const uint16_t* from, char* to) {
-    const float pair[2] = {to_float(from[0]), to_float(from[1])};
+    const float pair[2] = {bf16_to_f32(from[0]), bf16_to_f32(from[1])};
     std::memcpy(to, pair, sizeof(pair));
   }
   static XStep load_x(const char* p) {

@@ -17,7 +17,8 @@
 // A Lanes type L defines:
 //   kRows, kColumns                     largest register tile
 //   kMaxRows                            rows of x for which sums are in memory at a time
-//   Element                             element type of x, w and y; to_float and from_float convert it
+//   Element                             element type of x, w and y
+//   round(sums, bias, count, y)         y[i] = sums[i] + bias[i], rounded once; bias may be null
 //   kDepth, kStep                       elements of a row of x and of w per step
 //   kWidth                              columns of y per row of w: 1, or the width of a panel
 //   kBlockBytes                         bytes of a row of w in a block
@@ -251,16 +252,12 @@ void multiply_rows(const Problem& problem, const char* packed, int64_t begin, in
     const WeightBlock<L> padded{tail[0] - full_steps * L::kStep, L::kStep, full_steps, full_steps + 1};
     multiply_block<L, kColumns, kLocality>(x, rows, padded, {tail[0], L::kStep, 0, 0}, sums, full_steps == 0);
   }
-  const auto* const bias = static_cast<const Element*>(problem.bias);
+  const auto* const bias =
+      problem.bias == nullptr ? nullptr : static_cast<const Element*>(problem.bias) + n * L::kWidth;
   auto* const y = static_cast<Element*>(problem.y) + begin * problem.columns + n * L::kWidth;
   const int64_t columns = std::min<int64_t>(kColumns * L::kWidth, problem.columns - n * L::kWidth);
-  for_each_row_of_sums<L, kColumns>(sums, rows, [&](int64_t m, const float* row) {
-    Element* const to = y + m * problem.columns;
-    if (bias == nullptr)
-      for (int64_t i = 0; i < columns; ++i) to[i] = L::from_float(row[i]);
-    else
-      for (int64_t i = 0; i < columns; ++i) to[i] = L::from_float(row[i] + L::to_float(bias[n * L::kWidth + i]));
-  });
+  for_each_row_of_sums<L, kColumns>(
+      sums, rows, [&](int64_t m, const float* row) { L::round(row, bias, columns, y + m * problem.columns); });
 }
 
 // Rows of x outside, because those of one turn stay in the L2 cache, and w is streamed.
@@ -290,16 +287,28 @@ constexpr Kernels make_kernels(const char* isa) {
   return Kernels{isa, L::kMaxRows, L::kColumns, packed_bytes<L>, pack<L>, multiply<L>};
 }
 
+template <class Element, class ToFloat, class FromFloat>
+void round_sums(const float* sums, const Element* bias, int64_t count, Element* y, const ToFloat& to_float,
+                const FromFloat& from_float) {
+  if (bias == nullptr)
+    for (int64_t i = 0; i < count; ++i) y[i] = from_float(sums[i]);
+  else
+    for (int64_t i = 0; i < count; ++i) y[i] = from_float(sums[i] + to_float(bias[i]));
+}
+
 struct Fp32Elements {
   using Element = float;
-  static float to_float(float x) { return x; }
-  static float from_float(float x) { return x; }
+  static void round(const float* sums, const float* bias, int64_t count, float* y) {
+    const auto same = [](float x) { return x; };
+    round_sums(sums, bias, count, y, same, same);
+  }
 };
 
 struct Bf16Elements {
   using Element = uint16_t;
-  static float to_float(uint16_t x) { return bf16_to_f32(x); }
-  static uint16_t from_float(float x) { return f32_to_bf16(x); }
+  static void round(const float* sums, const uint16_t* bias, int64_t count, uint16_t* y) {
+    round_sums(sums, bias, count, y, bf16_to_f32, f32_to_bf16);
+  }
 };
 
 }  // namespace

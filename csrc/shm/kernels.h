@@ -20,7 +20,7 @@ struct RmsNormRow {
   int n_partials;
   const void* residual;  // null: none
   const void* weight;
-  void* new_residual;
+  void* new_residual;  // null if there are no residual and one partial: they would be equal
   void* normed;
   size_t columns;
   double eps;  // not float: fp64 rows need the full precision

@@ -96,26 +96,29 @@ void rms_norm_row_lanes(const RmsNormRow& row) {
   auto store = [](void* base, size_t i, typename Lanes::Vector v, size_t n) {
     Lanes::template store<kDType>(static_cast<char*>(base) + i * kSize, v, n);
   };
+  const void* const summed = row.new_residual != nullptr ? row.new_residual : row.partials[0];
   typename Lanes::Vector squares{};
   for (size_t i = 0; i < row.columns; i += kWidth) {
     const size_t n = std::min(kWidth, row.columns - i);
     auto sum = load(row.partials[0], i, n);
     for (int s = 1; s < row.n_partials; ++s) sum += load(row.partials[s], i, n);
     if (row.residual != nullptr) sum += load(row.residual, i, n);
-    store(row.new_residual, i, sum, n);
-    sum = load(row.new_residual, i, n);  // the norm of the rounded values, which the caller receives
+    if (row.new_residual != nullptr) {
+      store(row.new_residual, i, sum, n);
+      sum = load(row.new_residual, i, n);  // the norm of the rounded values, which the caller receives
+    }
     squares = Lanes::fma(sum, sum, squares);
   }
   const float mean = Lanes::sum(squares) / static_cast<float>(row.columns);
   const auto scale = Lanes::broadcast(1.0f / std::sqrt(mean + static_cast<float>(row.eps)));
   for (size_t i = 0; i < row.columns; i += kWidth) {
     const size_t n = std::min(kWidth, row.columns - i);
-    store(row.normed, i, load(row.new_residual, i, n) * scale * load(row.weight, i, n), n);
+    store(row.normed, i, load(summed, i, n) * scale * load(row.weight, i, n), n);
   }
 }
 
 inline void rms_norm_row_f64(const RmsNormRow& row) {
-  auto* out = static_cast<double*>(row.new_residual);
+  auto* out = static_cast<double*>(row.new_residual != nullptr ? row.new_residual : row.normed);
   const auto* residual = static_cast<const double*>(row.residual);
   const auto* weight = static_cast<const double*>(row.weight);
   double squares = 0;

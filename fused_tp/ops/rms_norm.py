@@ -1,0 +1,68 @@
+"""RMSNorm of rows on CPUs, with or without adding a residual, in one pass: for engines that only serve.
+
+    sum = x + residual;   y = sum / sqrt(mean(sum^2) + eps) * weight
+
+Sums are float32 (float64 for float64). y is the norm of the rounded sum, which the caller keeps as the next residual.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.gemm import as_rows
+
+try:
+    import fused_tp._core as _core
+
+    _HAS_CORE = True
+except ImportError:  # a pure Python installation
+    _HAS_CORE = False
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
+
+
+def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
+    """Return whether `rms_norm` and `add_rms_norm_` support these tensors: CPU, one dtype, dense, no gradient."""
+    tensors = (x, weight) if residual is None else (x, weight, residual)
+    return (
+        _HAS_CORE
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and weight.shape == x.shape[-1:]
+        and (residual is None or residual.shape == x.shape)
+        and all(t.is_cpu and t.dtype is x.dtype and t.is_contiguous() and not t.is_neg() for t in tensors)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of the rows of x [..., K] with weight [K]; requires `supports_rms_norm(x, weight)`."""
+    y = torch.empty_like(x)
+    _run(x, None, weight, y, None, eps)
+    return y
+
+
+def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add x [..., K] to `residual`, write the RMSNorm of the sum to x, and return (x, residual), both changed in place.
+
+    Requires `supports_rms_norm(x, weight, residual)`.
+    """
+    _run(x, residual, weight, x, residual, eps)
+    return x, residual
+
+
+def _run(x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, new_residual: Tensor | None, eps: float) -> None:
+    rows = as_rows(x)
+    _core.rms_norm(
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        0 if new_residual is None else new_residual.data_ptr(),
+        len(rows),
+        rows.shape[1],
+        eps,
+        _DTYPES[x.dtype],
+        torch.get_num_threads(),
+    )
