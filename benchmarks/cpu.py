@@ -1,7 +1,7 @@
 """The CPU suite: `python -m benchmarks.cpu [--case REGEX] [--rounds N] [--out DIR]`, which is `fused-tp bench`.
 
 A case takes up to four minutes on two cores. Nothing else should run on the machine meanwhile. `--tune` writes the
-machine's dispatch table instead.
+machine's dispatch table instead; `fused-tp bench serve` compares vLLM with and without the plugin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from fused_tp.cli import at_least, make_folder, positive_number
 from fused_tp.core.settings import table_path
 
-from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
+from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul, serving
 from .case import BenchCase, select_cases
 from .plot import plot
 from .ranks import RankFailure, Ranks
@@ -73,7 +73,14 @@ def run_cases(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the suite and of tuning."""
+    """Add the options of the suites and of tuning."""
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        default="ops",
+        choices=("ops", "serve"),
+        help="ops: the ops against plain collectives (default); serve: vLLM with and without the plugin",
+    )
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds of each case (as many as fit its time)")
     parser.add_argument(
@@ -97,10 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="table that --tune writes (default: FUSED_TP_TABLE, else OUT/dispatch.json)",
     )
+    serving.add_arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run, print and store, or tune; exit code 0: done, 1: a case failed, 2: invalid arguments."""
+    if options.suite == "serve":
+        return serving.main(options)
     if options.tune:
         return _tune(options)
     if options.table is not None:

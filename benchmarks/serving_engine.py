@@ -1,7 +1,7 @@
 """One vLLM engine that runs workloads on request, for benchmarks.serving: a line of JSON in, a line of JSON out.
 
     {"prompts": [lengths], "new_tokens": n} -> {"seconds", "first", "steps": [seconds between tokens], "tokens"}
-    {"memory": true}                        -> {"memory": [bytes of each worker, shared pages by share]}
+    {"processes": true}                     -> {"memory": [bytes of each worker, shared pages by share], "threads": [n]}
 
 Requests arrive at once. The first line out says how long the start took.
 """
@@ -52,8 +52,8 @@ def main() -> None:
         if not (line := sys.stdin.readline()):
             return
         request = json.loads(line)
-        if "memory" in request:
-            reply = {"memory": _worker_memory()}
+        if "processes" in request:
+            reply = _describe_workers()
         else:
             reply = _run(llm.llm_engine, request["prompts"], request["new_tokens"], str(count))
 
@@ -64,7 +64,7 @@ def _run(engine: Any, prompts: list[int], new_tokens: int, name: str) -> dict[st
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     for index, length in enumerate(prompts):
-        tokens = [(31 * index + 7 * position) % 30000 + 1 for position in range(length)]
+        tokens = [(31 * index + 7 * position) % 7900 + 1 for position in range(length)]
         engine.add_request(f"{name}-{index}", {"prompt_token_ids": tokens}, sampling)
     last, first, steps = dict[str, float](), list[float](), list[float]()
     outputs: dict[str, list[int]] = {}
@@ -84,17 +84,18 @@ def _run(engine: Any, prompts: list[int], new_tokens: int, name: str) -> dict[st
     }
 
 
-def _worker_memory() -> list[int]:
-    """Return the proportional set size of each worker process of this engine."""
-    sizes = []
+def _describe_workers() -> dict[str, list[int]]:
+    """Return the proportional set size, and the number of threads, of each worker process of this engine."""
+    memory, threads = [], []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if "VLLM::Worker" in (process / "cmdline").read_text() and _is_descendant(int(process.name)):
+            if (process / "cmdline").read_text().startswith("VLLM::Worker") and _is_descendant(int(process.name)):
                 lines = (process / "smaps_rollup").read_text().splitlines()
-                sizes.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024)
-        except (OSError, StopIteration):
+                memory.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024)
+                threads.append(len(list((process / "task").iterdir())))
+        except OSError:
             continue  # it has ended meanwhile
-    return sorted(sizes)
+    return {"memory": sorted(memory), "threads": sorted(threads)}
 
 
 def _is_descendant(pid: int) -> bool:

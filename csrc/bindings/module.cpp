@@ -16,6 +16,7 @@
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/kernels.h"
+#include "threads/openmp.h"
 #include "threads/thread_pool.h"
 
 namespace fused_tp::bindings {
@@ -224,7 +225,7 @@ void bind_collectives(py::module_& m) {
   m.def(
       "rms_norm",
       [](Address x, Address residual, Address weight, Address normed, Address new_residual, int64_t rows,
-         int64_t columns, double eps, int dtype, int threads) {
+         int64_t columns, double eps, float weight_offset, int dtype, int threads) {
         const DType element_type = to_dtype(dtype);
         const auto row_bytes = static_cast<size_t>(columns) * element_size(element_type);
         const auto at = [row_bytes](Address base, size_t row) {
@@ -236,14 +237,15 @@ void bind_collectives(py::module_& m) {
           for (int64_t row = task * task_rows; row < std::min(rows, (task + 1) * task_rows); ++row) {
             const void* const partials[] = {at(x, row)};
             shm::kernels().rms_norm_row({partials, 1, at(residual, row), pointer<>(weight), at(new_residual, row),
-                                         at(normed, row), static_cast<size_t>(columns), eps},
+                                         at(normed, row), static_cast<size_t>(columns), eps, weight_offset},
                                         element_type);
           }
         });
       },
-      "x"_a, "residual"_a, "weight"_a, "normed"_a, "new_residual"_a, "rows"_a, "columns"_a, "eps"_a, "dtype"_a,
-      "threads"_a, NoGil(),
-      "new_residual = x + residual; normed = new_residual / rms(new_residual) * weight. residual and new_residual may "
+      "x"_a, "residual"_a, "weight"_a, "normed"_a, "new_residual"_a, "rows"_a, "columns"_a, "eps"_a, "weight_offset"_a,
+      "dtype"_a, "threads"_a, NoGil(),
+      "new_residual = x + residual; normed = new_residual / rms(new_residual) * (weight + weight_offset). residual and "
+      "new_residual may "
       "be 0; results may replace x and residual.");
   m.def("isa", [] { return shm::kernels().isa; }, "Instruction set of the kernels of collectives on this CPU.");
   m.def(
@@ -283,6 +285,9 @@ void bind_collectives(py::module_& m) {
 }
 
 void bind_matmul(py::module_& m) {
+  m.def("use_openmp_threads", &use_openmp_threads, "value"_a,
+        "Run parallel kernels on the threads of the loaded OpenMP runtime, or again on own ones. Returns whether they "
+        "do.");
   m.def(
       "few_rows_isa",
       [](int dtype, const std::string& isa) { return matmul::few_rows_isa(to_dtype(dtype), isa.c_str()); }, "dtype"_a,

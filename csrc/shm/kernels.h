@@ -23,7 +23,8 @@ struct RmsNormRow {
   void* new_residual;  // null if there are no residual and one partial: they would be equal
   void* normed;
   size_t columns;
-  double eps;  // not float: fp64 rows need the full precision
+  double eps;               // not float: fp64 rows need the full precision
+  float weight_offset = 0;  // added to the weight: 1 in Gemma
 };
 
 // Weighted sums of rows, as in combining the expert outputs of each token: out[t] = sum of scale[i] * y[rows[i]] over

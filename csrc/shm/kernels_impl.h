@@ -111,9 +111,10 @@ void rms_norm_row_lanes(const RmsNormRow& row) {
   }
   const float mean = Lanes::sum(squares) / static_cast<float>(row.columns);
   const auto scale = Lanes::broadcast(1.0f / std::sqrt(mean + static_cast<float>(row.eps)));
+  const auto offset = Lanes::broadcast(row.weight_offset);
   for (size_t i = 0; i < row.columns; i += kWidth) {
     const size_t n = std::min(kWidth, row.columns - i);
-    store(row.normed, i, load(summed, i, n) * scale * load(row.weight, i, n), n);
+    store(row.normed, i, load(summed, i, n) * scale * (load(row.weight, i, n) + offset), n);
   }
 }
 
@@ -130,7 +131,8 @@ inline void rms_norm_row_f64(const RmsNormRow& row) {
     squares += sum * sum;
   }
   const double scale = 1.0 / std::sqrt(squares / static_cast<double>(row.columns) + row.eps);
-  for (size_t i = 0; i < row.columns; ++i) static_cast<double*>(row.normed)[i] = out[i] * scale * weight[i];
+  for (size_t i = 0; i < row.columns; ++i)
+    static_cast<double*>(row.normed)[i] = out[i] * scale * (weight[i] + row.weight_offset);
 }
 
 template <typename Lanes>

@@ -1,8 +1,8 @@
 """Plugin for vLLM on CPUs: linear layers by packed weights, and collectives by shared memory.
 
-vLLM loads it in each of its processes through the entry point `vllm.general_plugins`, so installing fused_tp beside vLLM
-is all it takes. `FUSED_TP_VLLM=0` turns it off, as does a `VLLM_PLUGINS` without `fused_tp`. One line of vLLM's log says
-what is on, or why nothing is.
+vLLM loads it in each of its processes through the entry point `vllm.general_plugins`, so installing fused_tp beside
+vLLM is all it takes. `FUSED_TP_VLLM=0` turns it off, as does a `VLLM_PLUGINS` without `fused_tp`. One line of vLLM's
+log says what is on, or why nothing is.
 
 - Linear layers, the head included, keep their weight packed (`fused_tp.ops.packed_linear`), unless vLLM's own matmul is
   measured to be faster for the layer's shape on this CPU. Quantized layers stay vLLM's.
@@ -16,13 +16,14 @@ import inspect
 import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fused_tp.core import settings
 
 TESTED_VERSIONS = ("0.32",)
 
 # Parameters of vLLM's functions that the layers replace or call. The plugin steps aside if one has changed.
-_SIGNATURES = {
+_SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.model_executor.layers.linear": {
         "UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
         "UnquantizedLinearMethod.apply": ("self", "layer", "x", "bias"),
@@ -32,11 +33,16 @@ _SIGNATURES = {
         "UnquantizedEmbeddingMethod.process_weights_after_loading": ("self", "layer"),
         "UnquantizedEmbeddingMethod.apply": ("self", "layer", "x", "bias"),
     },
+    "vllm.model_executor.layers.layernorm": {
+        "RMSNorm.forward_native": ("self", "x", "residual"),
+        "GemmaRMSNorm.forward_native": ("self", "x", "residual"),
+    },
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
     "vllm.model_executor.custom_op": {"PluggableLayer.register_oot": ("_decorated_layer_cls", "name")},
     "vllm.distributed.device_communicators.cpu_communicator": {
         "CpuCommunicator.all_reduce": ("self", "input_"),
         "CpuCommunicator.all_gather": ("self", "input_", "dim"),
+        "CpuCommunicator.gather": ("self", "input_", "dst", "dim"),
     },
 }
 
@@ -63,6 +69,10 @@ def _reason_off() -> str:
         return "FUSED_TP_VLLM=0 turns it off"
     from vllm.platforms import current_platform
 
+    try:
+        import_module("fused_tp._core")
+    except ImportError as error:
+        return f"its native core is not built ({error})"
     if not current_platform.is_cpu():
         return f"it supports vLLM on CPUs, and this is {current_platform.device_name}"
     for module_name, signatures in _SIGNATURES.items():
@@ -71,14 +81,13 @@ def _reason_off() -> str:
         except ImportError as error:
             return f"vllm {_vllm_version()} has no {module_name} ({error}); tested: {', '.join(TESTED_VERSIONS)}"
         for name, parameters in signatures.items():
-            function = module
+            function: Any = module
             for part in name.split("."):
                 function = getattr(function, part, None)
             found = tuple(inspect.signature(function).parameters) if callable(function) else None
             if found is None or found[-len(parameters) :] != parameters:
                 return (
-                    f"{module_name}.{name} of vllm {_vllm_version()} has changed; "
-                    f"tested: {', '.join(TESTED_VERSIONS)}"
+                    f"{module_name}.{name} of vllm {_vllm_version()} has changed; tested: {', '.join(TESTED_VERSIONS)}"
                 )
     return ""
 

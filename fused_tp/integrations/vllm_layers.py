@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import cache
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
+from fused_tp import _core
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_transport
 from fused_tp.core.group import resolve_group
 from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
@@ -29,6 +31,7 @@ from fused_tp.ops.rms_norm import add_rms_norm_, rms_norm, supports_rms_norm
 
 logger = init_logger("vllm.plugins.fused_tp")
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMMUNICATOR = "fused_tp.integrations.vllm_layers.SharedMemoryCommunicator"
 
 
@@ -36,14 +39,16 @@ def register() -> None:
     """Register the layers for those of vLLM with the same names, and the communicator for its CPU platform."""
     for layer in _LAYERS:
         PluggableLayer.register_oot(layer, name=layer.__name__)
-    CustomOp.register_oot(RMSNorm, name="RMSNorm")
+    for norm in (RMSNorm, GemmaRMSNorm):
+        CustomOp.register_oot(norm, name=norm.__name__)
+    _core.use_openmp_threads(True)  # vLLM pins them to the rank's cores
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _pack(layer: torch.nn.Module, *, keep_weight: bool) -> bool:
+def _pack(layer: Any, *, keep_weight: bool) -> bool:
     """Pack the weight of `layer`, and free it unless `keep_weight`; return False if vLLM's matmul is to be used."""
     weight = layer.weight
     if reason := reason_not_packable(weight) or _reason_slower(weight.shape, weight.dtype):
@@ -92,12 +97,12 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
     supports_pre_processed_weights = False
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight, or leave it to vLLM."""
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) or not _pack(layer, keep_weight=False):
             super().process_weights_after_loading(layer)
 
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight^T + bias."""
         if layer.packed_weight is None:
             return super().apply(layer, x, bias)
@@ -109,18 +114,18 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
 
     supports_pre_processed_weights = False
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight, or leave it to vLLM. A weight that is shared with the embedding is kept as well."""
         if not _pack(layer, keep_weight=layer.shares_weight):
             super().process_weights_after_loading(layer)
 
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight^T + bias."""
         if layer.packed_weight is None:
             return super().apply(layer, x, bias)
         return packed_linear(x, layer.packed_weight, bias, layer.num_columns)
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Share the embedding's weight."""
         layer.shares_weight = True
         return super().tie_weights(layer, embed_tokens)
@@ -129,7 +134,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
 class LookupMethod(UnquantizedEmbeddingMethod):
     """UnquantizedEmbeddingMethod for an embedding, which is only looked up: vLLM's packed copy would serve nothing."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weight as it is."""
 
 
@@ -140,6 +145,8 @@ class _PackedLinear:
     """Mixin of linear layers: replaces the method of unquantized weights."""
 
     packed_weight: Tensor | None
+    quant_method: Any
+    register_buffer: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -169,12 +176,12 @@ class RowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> Any:
         """Return (y, bias that was not added), or y alone without `return_bias`."""
-        transport = None if torch.compiler.is_compiling() else _tp_transport(self.tp_size)
-        if transport is None or self.packed_weight is None or not (self.reduce_results and self.input_is_parallel):
+        communicator = None if torch.compiler.is_compiling() else _tp_communicator(self.tp_size)
+        if communicator is None or self.packed_weight is None or not (self.reduce_results and self.input_is_parallel):
             return super().forward(input_)
         bias = None if (self.tp_rank > 0 or self.skip_bias_add) else self.bias
         y = packed_linear(input_, self.packed_weight, bias, self.num_columns)
-        transport.all_reduce(y, y)
+        y = communicator.all_reduce_(y)
         if not self.return_bias:
             return y
         return y, self.bias if self.skip_bias_add else None
@@ -182,6 +189,8 @@ class RowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
 
 class VocabParallelEmbedding(embedding_layers.VocabParallelEmbedding):
     """vLLM's layer of this name without vLLM's packed copy of the weight."""
+
+    quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -193,7 +202,8 @@ class ParallelLMHead(embedding_layers.ParallelLMHead):
     """vLLM's layer of this name with a packed weight."""
 
     packed_weight: Tensor | None
-    shares_weight = False
+    shares_weight = False  # with the embedding
+    quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -202,22 +212,37 @@ class ParallelLMHead(embedding_layers.ParallelLMHead):
             self.quant_method = PackedHeadMethod()
 
 
-class RMSNorm(layernorm.RMSNorm):
-    """vLLM's layer of this name in one pass; compiled graphs keep vLLM's, which they fuse."""
+class _OnePassNorm:
+    """Mixin of norms: one pass over the rows. Compiled graphs keep vLLM's operations, which they fuse."""
+
+    weight_offset = 0.0
+    weight: Any
+    variance_epsilon: Any
+    forward_native: Any
 
     def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the norm of x, or (the norm of x + residual, x + residual), computed in place."""
         weight = self.weight.data
         if (
             torch.compiler.is_compiling()
-            or not self.has_weight
-            or self.variance_size_override is not None
+            or not getattr(self, "has_weight", True)
+            or getattr(self, "variance_size_override", None) is not None
             or not supports_rms_norm(x, weight, residual)
         ):
             return self.forward_native(x, residual)
         if residual is None:
-            return rms_norm(x, weight, self.variance_epsilon)
-        return add_rms_norm_(x, residual, weight, self.variance_epsilon)
+            return rms_norm(x, weight, self.variance_epsilon, self.weight_offset)
+        return add_rms_norm_(x, residual, weight, self.variance_epsilon, self.weight_offset)
+
+
+class RMSNorm(_OnePassNorm, layernorm.RMSNorm):
+    """vLLM's layer of this name in one pass."""
+
+
+class GemmaRMSNorm(_OnePassNorm, layernorm.GemmaRMSNorm):
+    """vLLM's layer of this name in one pass."""
+
+    weight_offset = 1.0
 
 
 _LAYERS = (
@@ -234,45 +259,69 @@ _LAYERS = (
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-def _tp_transport(tp_size: int) -> ShmTransport | None:
-    """Return the shared memory of the tensor-parallel group; None for one rank, or if the ranks share no memory."""
-    if tp_size == 1 or not isinstance(communicator := get_tp_group().device_communicator, SharedMemoryCommunicator):
+# With several threads a rank, vLLM divides a collective among them; this module's run on one.
+_MAX_SERIAL_BYTES = 1 << 18
+
+
+def _tp_communicator(tp_size: int) -> SharedMemoryCommunicator | None:
+    """Return the tensor-parallel group's communicator; None for one rank, or if the ranks share no memory."""
+    if tp_size == 1:
         return None
-    return communicator.transport
+    communicator = get_tp_group().device_communicator
+    return communicator if isinstance(communicator, SharedMemoryCommunicator) and communicator.transport else None
 
 
 class SharedMemoryCommunicator(CpuCommunicator):
-    """vLLM's CpuCommunicator, with the tensor-parallel group's collectives through fused_tp's shared memory."""
+    """vLLM's CpuCommunicator, with the tensor-parallel group's collectives through fused_tp's shared memory.
+
+    Attributes:
+        transport: the group's shared memory; None for other groups, for one rank, and if the ranks share no memory.
+        max_bytes: largest tensor for it, equal on all ranks.
+    """
 
     transport: ShmTransport | None = None
+    max_bytes = 0
 
     def __init__(self, cpu_group: Any, *args: Any, unique_name: str = "", **kwargs: Any) -> None:
         super().__init__(cpu_group, *args, unique_name=unique_name, **kwargs)
-        if unique_name.startswith("tp") and self.world_size > 1:
+        if unique_name.split(":")[0] == "tp" and self.world_size > 1:
             self.transport = shm_transport(resolve_group(self.device_group))
+            num_threads = torch.tensor(torch.get_num_threads())
+            torch.distributed.all_reduce(num_threads, torch.distributed.ReduceOp.MAX, group=self.device_group)
+            self.max_bytes = sys.maxsize if num_threads == 1 else _MAX_SERIAL_BYTES
+
+    def _transport_for(self, tensor: Tensor) -> ShmTransport | None:
+        """Return the transport if it is to send `tensor`; None if vLLM is."""
+        return self.transport if 0 < tensor.nbytes <= self.max_bytes and tensor.dtype in _DTYPES else None
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Return the sum of `input_` over the ranks."""
-        if self.transport is None:
-            return super().all_reduce(input_)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.max_bytes == sys.maxsize:
             return all_reduce(input_, group=self.device_group)
-        return self.transport.all_reduce(input_.contiguous())
+        if torch.compiler.is_compiling() or (transport := self._transport_for(input_)) is None:
+            return super().all_reduce(input_)
+        return transport.all_reduce(input_.contiguous())
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum a contiguous tensor over the ranks in place, and return it."""
+        if (transport := self._transport_for(tensor)) is None:
+            return super().all_reduce(tensor)
+        return transport.all_reduce(tensor, tensor)
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Return the tensors of all ranks, concatenated along `dim`."""
-        if self.transport is None or not input_.is_floating_point() or not input_.numel():
+        if torch.compiler.is_compiling() or self._transport_for(input_) is None:
             return super().all_gather(input_, dim)
         return all_gather(input_, dim, group=self.device_group)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Return this rank's part of `dim` of the sum over the ranks."""
-        if self.transport is None or not input_.is_floating_point() or not input_.numel():
+        if torch.compiler.is_compiling() or self._transport_for(input_) is None:
             return super().reduce_scatter(input_, dim)
         return reduce_scatter(input_, dim, group=self.device_group)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Return the tensors of all ranks, concatenated along `dim`, on rank `dst` of the group, and None elsewhere."""
-        if self.transport is None or not input_.numel():
+        if (transport := self._transport_for(input_)) is None:
             return super().gather(input_, dst, dim)
-        return self.transport.gather(input_, dst, dim)
+        return transport.gather(input_, dst, dim)

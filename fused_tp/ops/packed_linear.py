@@ -1,7 +1,7 @@
 """Linear layer over a weight that is packed once, on CPUs: for engines that only serve.
 
-`fused_tp.ops.packed_linear` reads a weight once and in the order of memory. It takes the time of reading it up to about 8
-rows of x, and that of the multiplications above (csrc/matmul/packed.h). Weights that are trained stay as they are.
+`packed_linear` reads a weight once and in the order of memory. It takes the time of reading it up to about 8 rows of x,
+and that of the multiplications above (csrc/matmul/packed.h). Weights that are trained stay as they are.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_columns: 
     if not x.is_cpu or (bias is not None and (not bias.is_cpu or bias.shape != (num_columns,))):
         raise ValueError("packed_linear: x and bias must be on the CPU, and bias must have one element per column.")
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        raise ValueError("packed_linear has no derivative: call it under torch.no_grad(), or use linear layers to train.")
+        raise ValueError("packed_linear has no derivative: call it under torch.no_grad(); to train, use linear layers.")
     rows = as_rows(x).resolve_neg()
     if rows.stride(1) != 1:
         rows = rows.contiguous()

@@ -1,6 +1,6 @@
 """RMSNorm of rows on CPUs, with or without adding a residual, in one pass: for engines that only serve.
 
-    sum = x + residual;   y = sum / sqrt(mean(sum^2) + eps) * weight
+    sum = x + residual;   y = sum / sqrt(mean(sum^2) + eps) * (weight + weight_offset)
 
 Sums are float32 (float64 for float64). y is the norm of the rounded sum, which the caller keeps as the next residual.
 """
@@ -36,23 +36,36 @@ def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None)
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of the rows of x [..., K] with weight [K]; requires `supports_rms_norm(x, weight)`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """Return the RMSNorm of the rows of x [..., K] with weight [K]; requires `supports_rms_norm(x, weight)`.
+
+    `weight_offset`: added to the weight in float32; 1 in Gemma.
+    """
     y = torch.empty_like(x)
-    _run(x, None, weight, y, None, eps)
+    _run(x, None, weight, y, None, eps, weight_offset)
     return y
 
 
-def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Add x [..., K] to `residual`, write the RMSNorm of the sum to x, and return (x, residual), both changed in place.
 
     Requires `supports_rms_norm(x, weight, residual)`.
     """
-    _run(x, residual, weight, x, residual, eps)
+    _run(x, residual, weight, x, residual, eps, weight_offset)
     return x, residual
 
 
-def _run(x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, new_residual: Tensor | None, eps: float) -> None:
+def _run(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    y: Tensor,
+    new_residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> None:
     rows = as_rows(x)
     _core.rms_norm(
         x.data_ptr(),
@@ -63,6 +76,7 @@ def _run(x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, new_resi
         len(rows),
         rows.shape[1],
         eps,
+        weight_offset,
         _DTYPES[x.dtype],
         torch.get_num_threads(),
     )

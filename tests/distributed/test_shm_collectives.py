@@ -59,6 +59,21 @@ def test_all_reduce_in_rank_order(group: Any) -> None:
 
 
 @on_ranks(*WORLD_SIZES)
+def test_gather(group: Any) -> None:
+    """Each rank in turn is the root; ranks may run ahead of it."""
+    transport = transport_of(group)
+    size, rank = transport.world_size, transport.rank
+    for dtype in (*FLOATS, *INTEGERS, torch.bool):
+        for shape, dim in (((1, 3), -1), ((5, 4), 0), ((2, 7, 3), 1), ((3, 50_000), -1)):
+            shards = [values(math.prod(shape), dtype, r).view(shape) for r in range(size)]
+            for root in range(size):
+                gathered = transport.gather(shards[rank], root, dim)
+                assert (gathered is not None) == (rank == root)
+                if gathered is not None:
+                    assert_same_bits(gathered, torch.cat(shards, dim), f"gather of {shape} {dtype}")
+
+
+@on_ranks(*WORLD_SIZES)
 def test_collectives_that_move(group: Any) -> None:
     """reduce_scatter and all_to_all with unequal parts, some of them empty."""
     transport = transport_of(group)

@@ -1,0 +1,84 @@
+"""The plugin for vLLM in vLLM's own engine, on CPU ranks (`make serve`)."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+from tests.serving.engine import CONFIGS, save_model, start_engine
+
+pytestmark = pytest.mark.serving
+
+PROMPTS = [5 + 11 * index for index in range(20)]
+ON, OFF = "fused_tp: linear layers by packed weights", "fused_tp: off"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_as_stock_and_as_one_process(name: str, tmp_path: Path) -> None:
+    model = save_model(name, tmp_path)
+    tokens = {}
+    for plugin, ranks in (("0", 1), ("0", 2), ("1", 2), ("1", 1)):
+        with start_engine(model, tmp_path, "--dtype", "float32", ranks=ranks, FUSED_TP_VLLM=plugin) as engine:
+            tokens[plugin, ranks] = engine.run(PROMPTS, 256)["tokens"]
+            assert (ON if plugin == "1" else OFF) in engine.log.read_text()
+    assert len({token for request in tokens["0", 1] for token in request}) > 20, "the model repeats itself"
+    assert tokens["1", 2] == tokens["0", 2] == tokens["0", 1] == tokens["1", 1]
+
+
+def test_compiled(llama: Path, tmp_path: Path) -> None:
+    with start_engine(llama, tmp_path, "--dtype", "float32", FUSED_TP_VLLM="0") as engine:
+        wanted = engine.run(PROMPTS, 32)["tokens"]
+    with start_engine(llama, tmp_path, "--dtype", "float32", "--compile") as engine:
+        assert engine.run(PROMPTS, 32)["tokens"] == wanted
+        assert ON in engine.log.read_text()
+
+
+def test_plugins_that_vllm_does_not_load(llama: Path, tmp_path: Path) -> None:
+    with start_engine(llama, tmp_path, VLLM_PLUGINS="other") as engine:
+        engine.run([4], 2)
+        assert "fused_tp" not in engine.log.read_text()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
+    """The engine ends within seconds, and its log names the rank."""
+    with start_engine(llama, tmp_path) as engine:
+        engine.run(PROMPTS, 4)
+        engine.send(PROMPTS, 2000)
+        time.sleep(random.random())
+        os.kill(engine.workers()[victim], signal.SIGKILL)
+        assert engine.seconds_to_end(60) < 30
+        # Whoever notices first: the peer that waits in a collective, or vLLM's monitor of its processes.
+        assert re.search(rf"rank {victim} died|VllmWorker-{victim} died", engine.log.read_text())
+
+
+def test_memory(llama: Path, tmp_path: Path) -> None:
+    """Weights are kept in one form only: no worker takes more than stock's by 2 %."""
+    memory = []
+    for plugin in ("0", "1"):
+        with start_engine(llama, tmp_path, FUSED_TP_VLLM=plugin) as engine:
+            engine.run(PROMPTS, 4)
+            memory.append(engine.describe_workers()["memory"])
+    assert max(memory[1]) < 1.02 * max(memory[0])
+
+
+def test_threads(llama: Path, tmp_path: Path) -> None:
+    """One rank of two threads: the kernels run on the threads that vLLM has pinned, and create none."""
+    num_threads = []
+    for plugin in ("0", "1"):
+        with start_engine(llama, tmp_path, ranks=1, FUSED_TP_VLLM=plugin, VLLM_CPU_OMP_THREADS_BIND="0-1") as engine:
+            engine.run(PROMPTS, 4)
+            num_threads.append(engine.describe_workers()["threads"])
+    assert num_threads[1] <= num_threads[0]
