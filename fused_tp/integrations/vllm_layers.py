@@ -37,10 +37,10 @@ _COMMUNICATOR = "fused_tp.integrations.vllm_layers.SharedMemoryCommunicator"
 
 def register() -> None:
     """Register the layers for those of vLLM with the same names, and the communicator for its CPU platform."""
-    for layer in _LAYERS:
-        PluggableLayer.register_oot(layer, name=layer.__name__)
-    for norm in (RMSNorm, GemmaRMSNorm):
-        CustomOp.register_oot(norm, name=norm.__name__)
+    for name, layer in _LAYERS.items():
+        PluggableLayer.register_oot(layer, name=name)
+    for name, norm in _NORMS.items():
+        CustomOp.register_oot(norm, name=name)
     _core.use_openmp_threads(True)  # vLLM pins them to the rank's cores
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
 
@@ -73,12 +73,12 @@ def _reason_slower(shape: torch.Size, dtype: torch.dtype) -> str:
     The limit is far from both outcomes, so that noise does not change the choice, and with it the bits of a run: where
     packed weights are worse, as on CPUs with AMX, they are several times slower for many rows.
     """
-    weight = torch.zeros(shape, dtype=dtype)
+    weight = torch.zeros(shape, dtype=dtype, device="cpu")
     stock_layer = SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), bias=None)
     dispatch_cpu_unquantized_gemm(stock_layer, remove_weight=False)
     packed = pack_weight(weight)
     for num_rows in _MEASURED_ROWS:
-        x = torch.zeros(num_rows, shape[1], dtype=dtype)
+        x = torch.zeros(num_rows, shape[1], dtype=dtype, device="cpu")
         own, stock = [], []
         for _ in range(_MEASUREMENTS):
             start = time.perf_counter()
@@ -155,24 +155,24 @@ class _PackedLinear:
             self.quant_method = PackedLinearMethod()
 
 
-class ReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear):
-    """vLLM's layer of this name with a packed weight."""
+class PackedReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear):
+    """vLLM's layer with a packed weight."""
 
 
-class ColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear):
-    """vLLM's layer of this name with a packed weight."""
+class PackedColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear):
+    """vLLM's layer with a packed weight."""
 
 
-class MergedColumnParallelLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear):
-    """vLLM's layer of this name with a packed weight."""
+class PackedMergedLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear):
+    """vLLM's layer with a packed weight."""
 
 
-class QKVParallelLinear(_PackedLinear, linear_layers.QKVParallelLinear):
-    """vLLM's layer of this name with a packed weight."""
+class PackedQKVLinear(_PackedLinear, linear_layers.QKVParallelLinear):
+    """vLLM's layer with a packed weight."""
 
 
-class RowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
-    """vLLM's layer of this name with a packed weight, whose result is summed over the ranks in place."""
+class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
+    """vLLM's layer with a packed weight, whose result is summed over the ranks in place."""
 
     def forward(self, input_: Tensor) -> Any:
         """Return (y, bias that was not added), or y alone without `return_bias`."""
@@ -187,8 +187,8 @@ class RowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
         return y, self.bias if self.skip_bias_add else None
 
 
-class VocabParallelEmbedding(embedding_layers.VocabParallelEmbedding):
-    """vLLM's layer of this name without vLLM's packed copy of the weight."""
+class LookupEmbedding(embedding_layers.VocabParallelEmbedding):
+    """vLLM's layer without vLLM's packed copy of the weight."""
 
     quant_method: Any
 
@@ -198,8 +198,8 @@ class VocabParallelEmbedding(embedding_layers.VocabParallelEmbedding):
             self.quant_method = LookupMethod()
 
 
-class ParallelLMHead(embedding_layers.ParallelLMHead):
-    """vLLM's layer of this name with a packed weight."""
+class PackedHead(embedding_layers.ParallelLMHead):
+    """vLLM's layer with a packed weight."""
 
     packed_weight: Tensor | None
     shares_weight = False  # with the embedding
@@ -235,25 +235,26 @@ class _OnePassNorm:
         return add_rms_norm_(x, residual, weight, self.variance_epsilon, self.weight_offset)
 
 
-class RMSNorm(_OnePassNorm, layernorm.RMSNorm):
-    """vLLM's layer of this name in one pass."""
+class OnePassRMSNorm(_OnePassNorm, layernorm.RMSNorm):
+    """vLLM's layer in one pass."""
 
 
-class GemmaRMSNorm(_OnePassNorm, layernorm.GemmaRMSNorm):
-    """vLLM's layer of this name in one pass."""
+class OnePassGemmaRMSNorm(_OnePassNorm, layernorm.GemmaRMSNorm):
+    """vLLM's layer in one pass."""
 
     weight_offset = 1.0
 
 
-_LAYERS = (
-    ReplicatedLinear,
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    ParallelLMHead,
-)
+_LAYERS = {
+    "ReplicatedLinear": PackedReplicatedLinear,
+    "ColumnParallelLinear": PackedColumnParallelLinear,
+    "MergedColumnParallelLinear": PackedMergedLinear,
+    "QKVParallelLinear": PackedQKVLinear,
+    "RowParallelLinear": PackedRowParallelLinear,
+    "VocabParallelEmbedding": LookupEmbedding,
+    "ParallelLMHead": PackedHead,
+}
+_NORMS = {"RMSNorm": OnePassRMSNorm, "GemmaRMSNorm": OnePassGemmaRMSNorm}
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
         super().__init__(cpu_group, *args, unique_name=unique_name, **kwargs)
         if unique_name.split(":")[0] == "tp" and self.world_size > 1:
             self.transport = shm_transport(resolve_group(self.device_group))
-            num_threads = torch.tensor(torch.get_num_threads())
+            num_threads = torch.tensor(torch.get_num_threads(), dtype=torch.int64, device="cpu")
             torch.distributed.all_reduce(num_threads, torch.distributed.ReduceOp.MAX, group=self.device_group)
             self.max_bytes = sys.maxsize if num_threads == 1 else _MAX_SERIAL_BYTES
 

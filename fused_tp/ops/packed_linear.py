@@ -66,7 +66,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     (num_columns, depth), dtype = weight.shape, _DTYPES[weight.dtype]
     pair = 1 if weight.dtype is torch.float32 else 2
     packed = torch.empty(
-        (-(-num_columns // _PANEL_COLUMNS), -(-depth // pair), _PANEL_COLUMNS, pair), dtype=weight.dtype
+        (-(-num_columns // _PANEL_COLUMNS), -(-depth // pair), _PANEL_COLUMNS, pair), dtype=weight.dtype, device="cpu"
     )
     _core.pack_weight(
         dtype,

@@ -24,7 +24,7 @@ import torch, torch.distributed as dist, torch.distributed.fsdp  # torch itself 
 
 class Missing:
     names = {*"transformers triton matplotlib rich psutil deepspeed megatron peft yaml pytest".split()}
-    names |= {*"lightning torchtitan spmd_types".split()}
+    names |= {*"lightning torchtitan spmd_types vllm".split()}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"import fused_tp must not need {name}", name=name)
@@ -33,7 +33,8 @@ sys.meta_path.insert(0, Missing())
 import fused_tp
 for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
     # Imported where their library has been, whose classes theirs are made from, or by it.
-    libraries = ("integrations.torchtitan", "integrations.megatron", "parallelizing.peft", "selftest.")
+    libraries = ("integrations.torchtitan", "integrations.megatron", "integrations.vllm_layers", "parallelizing.peft")
+    libraries += ("selftest.",)
     of_a_library = module.name.startswith(tuple(f"fused_tp.{name}" for name in libraries))
     if not of_a_library and module.name.split(".")[1] not in ("triton_kernels", "_core", "_cuda", "__main__"):
         importlib.import_module(module.name)
