@@ -110,32 +110,34 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
-    """UnquantizedEmbeddingMethod with a packed weight for the logits."""
+    """UnquantizedEmbeddingMethod with a packed weight for the logits.
+
+    The weight is kept as well, as vLLM keeps it: it may be that of the embedding, and vLLM reads it to compare the
+    heads of a draft and its target, and for logits of another dtype.
+    """
 
     supports_pre_processed_weights = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weight, or leave it to vLLM. A weight that is shared with the embedding is kept as well."""
-        if not _pack(layer, keep_weight=layer.shares_weight):
+        """Pack the weight, or leave it to vLLM."""
+        layer.is_prepared = True
+        if not _pack(layer, keep_weight=True):
             super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight^T + bias."""
+        if not layer.is_prepared:
+            PackedHeadMethod.process_weights_after_loading(self, layer)
         if layer.packed_weight is None:
             return super().apply(layer, x, bias)
         return packed_linear(x, layer.packed_weight, bias, layer.num_columns)
 
-    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Share the embedding's weight."""
-        layer.shares_weight = True
-        return super().tie_weights(layer, embed_tokens)
 
-
-class LookupMethod(UnquantizedEmbeddingMethod):
-    """UnquantizedEmbeddingMethod for an embedding, which is only looked up: vLLM's packed copy would serve nothing."""
+class EmbeddingMethod(PackedHeadMethod):
+    """PackedHeadMethod for an embedding, whose weight is packed only if a model takes the embedding for its head."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave the weight as it is."""
+        """Leave the weight as it is: a lookup needs no packed copy, which vLLM makes."""
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -187,29 +189,37 @@ class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
         return y, self.bias if self.skip_bias_add else None
 
 
-class LookupEmbedding(embedding_layers.VocabParallelEmbedding):
-    """vLLM's layer without vLLM's packed copy of the weight."""
+class _PackedVocabulary:
+    """Mixin of embedding and head: replaces the method of unquantized weights.
 
-    quant_method: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if type(self.quant_method) is UnquantizedEmbeddingMethod:
-            self.quant_method = LookupMethod()
-
-
-class PackedHead(embedding_layers.ParallelLMHead):
-    """vLLM's layer with a packed weight."""
+    Attributes:
+        method: the method's class.
+        is_prepared: True once the weight is packed, or left to vLLM's matmul.
+    """
 
     packed_weight: Tensor | None
-    shares_weight = False  # with the embedding
     quant_method: Any
+    register_buffer: Any
+    method: type[PackedHeadMethod]
+    is_prepared = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_buffer("packed_weight", None, persistent=False)
         if type(self.quant_method) is UnquantizedEmbeddingMethod:
-            self.quant_method = PackedHeadMethod()
+            self.quant_method = self.method()
+
+
+class PackedEmbedding(_PackedVocabulary, embedding_layers.VocabParallelEmbedding):
+    """vLLM's layer without vLLM's packed copy of the weight."""
+
+    method = EmbeddingMethod
+
+
+class PackedHead(_PackedVocabulary, embedding_layers.ParallelLMHead):
+    """vLLM's layer with a packed weight."""
+
+    method = PackedHeadMethod
 
 
 class _OnePassNorm:
@@ -251,7 +261,7 @@ _LAYERS = {
     "MergedColumnParallelLinear": PackedMergedLinear,
     "QKVParallelLinear": PackedQKVLinear,
     "RowParallelLinear": PackedRowParallelLinear,
-    "VocabParallelEmbedding": LookupEmbedding,
+    "VocabParallelEmbedding": PackedEmbedding,
     "ParallelLMHead": PackedHead,
 }
 _NORMS = {"RMSNorm": OnePassRMSNorm, "GemmaRMSNorm": OnePassGemmaRMSNorm}
