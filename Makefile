@@ -124,8 +124,8 @@ gpu-kernels: $(VENV)/installed $(VENV)/installed-triton
 bench: $(VENV)/installed $(VENV)/installed-bench
 	$(BIN)/fused-tp bench --out out/bench $(ARGS)
 
-# vLLM wants other versions of what it needs than the rest, so it has a virtual environment of its own, with torch's CPU
-# build. Those that torch has no such build of are taken out again: they do not fit it.
+# vLLM needs other versions of many packages than the rest, so it has a virtual environment of its own. The torchvision,
+# torchaudio and torchcodec that it installs are built for another torch and fail to import; text models need none.
 SERVING := build/serving
 $(SERVING)/installed: constraints.txt pyproject.toml | $(VENV)/installed
 	$(PYTHON) -m venv $(SERVING)

@@ -110,7 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run, print and store, or tune; exit code 0: done, 1: a case failed, 2: invalid arguments."""
     if options.suite == "serve":
+        if options.tune or options.list or options.table is not None or options.scale != 1.0:
+            print("--tune, --list, --table and --scale are for the ops; see `fused-tp bench --help`.", file=sys.stderr)
+            return 2
         return serving.main(options)
+    if options.model or options.compile or options.dtype is not None:
+        print("--model, --dtype and --compile are for `fused-tp bench serve`.", file=sys.stderr)
+        return 2
     if options.tune:
         return _tune(options)
     if options.table is not None:

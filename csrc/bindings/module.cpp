@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "isa.h"
 #include "matmul/few_rows.h"
+#include "matmul/kernels.h"
 #include "matmul/packed.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
@@ -284,6 +285,11 @@ void bind_collectives(py::module_& m) {
       "out[t] = sum over starts[t] <= i < starts[t + 1] of scale[i] * y[rows[i]], in fp32, rounded once.");
 }
 
+void check_packable(int64_t columns, int64_t depth, DType dtype) {
+  require(columns % matmul::kPanelColumns == 0 && depth % matmul::panel_depth(dtype) == 0,
+          "a packed weight has whole panels of 16 columns and, in bf16, an even depth");
+}
+
 void bind_matmul(py::module_& m) {
   m.def("use_openmp_threads", &use_openmp_threads, "value"_a,
         "Run parallel kernels on the threads of the loaded OpenMP runtime, or again on own ones. Returns whether they "
@@ -310,22 +316,18 @@ void bind_matmul(py::module_& m) {
       "dtype"_a, "isa"_a = "",
       "Instruction set of the kernels for packed weights of this dtype; empty if there are none.");
   m.def(
-      "packed_elements",
-      [](int dtype, int64_t columns, int64_t depth) {
-        return matmul::packed_elements(columns, depth, to_dtype(dtype));
-      },
-      "dtype"_a, "columns"_a, "depth"_a, "Number of elements of a packed weight [columns, depth].");
-  m.def(
       "pack_weight",
       [](int dtype, Address w, int64_t w_row, int64_t columns, int64_t depth, Address packed, int threads) {
+        check_packable(columns, depth, to_dtype(dtype));
         matmul::pack_weight(pointer<>(w), w_row, columns, depth, to_dtype(dtype), pointer<>(packed), threads);
       },
       "dtype"_a, "w"_a, "w_row"_a, "columns"_a, "depth"_a, "packed"_a, "threads"_a, NoGil(),
-      "Packs w [columns, depth] to memory of packed_elements elements.");
+      "Packs w [columns, depth] to as many elements.");
   m.def(
       "multiply_packed",
       [](int dtype, Address x, int64_t x_row, Address packed, Address bias, Address y, int64_t rows, int64_t columns,
          int64_t depth, int threads, const std::string& isa) {
+        check_packable(columns, depth, to_dtype(dtype));
         matmul::multiply_packed({pointer<>(x), x_row, pointer<>(packed), 0, pointer<>(bias), pointer<>(y), rows,
                                  columns, depth, to_dtype(dtype)},
                                 threads, isa.c_str());

@@ -8,8 +8,7 @@
 namespace fused_tp::matmul {
 
 // Columns of y per panel of a packed weight, and depth per step: [columns / 16][depth / 2][16][2] elements in bf16, and
-// [columns / 16][depth][16] in fp32, padded with zeros. A step of a panel is one cache line. AMX tiles have the same
-// layout.
+// [columns / 16][depth][16] in fp32. A step of a panel is one cache line. AMX tiles have the same layout.
 constexpr int64_t kPanelColumns = 16;
 constexpr int64_t panel_depth(DType dtype) { return dtype == DType::kF32 ? 1 : 2; }
 

@@ -98,7 +98,11 @@ struct Bf16NativeRows : RowLanes, Bf16Native {
 struct Bf16NativePanels : PanelLanes, Bf16Native {
   static constexpr int kDepth = 2, kXBytes = 4;
   static void pack(const uint16_t* from, char* to) { std::memcpy(to, from, kXBytes); }
-  static XStep load_x(const char* p) { return _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(p)); }
+  static XStep load_x(const char* p) {
+    int32_t pair;  // copied, because rows of x may begin at any element
+    std::memcpy(&pair, p, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
 };
 
 // bf16 without AVX512_BF16: even and odd elements are converted to separate fp32 vectors, one by a shift, one by a

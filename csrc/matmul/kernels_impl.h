@@ -51,16 +51,13 @@ int64_t count_steps(const Problem& problem) {
   return (problem.depth + L::kDepth - 1) / L::kDepth;
 }
 
-// Returns true if the kernels read x as it is.
+// True if the kernels read x as it is.
 template <class L>
-bool reads_x(const Problem& problem) {
-  constexpr bool has_elements_of_x = L::kXBytes == L::kDepth * sizeof(typename L::Element);
-  return L::kWidth > 1 && has_elements_of_x && problem.depth % L::kDepth == 0;
-}
+constexpr bool kReadsX = L::kWidth > 1 && L::kXBytes == L::kDepth * sizeof(typename L::Element);
 
 template <class L>
 size_t packed_bytes(const Problem& problem) {
-  return reads_x<L>(problem) ? 0 : static_cast<size_t>(problem.rows * count_steps<L>(problem)) * L::kXBytes;
+  return kReadsX<L> ? 0 : static_cast<size_t>(problem.rows * count_steps<L>(problem)) * L::kXBytes;
 }
 
 // x, packed or as it is. The steps of a tile of rows are consecutive if w is not packed: [tile][step][row of the tile].
@@ -77,7 +74,7 @@ struct XView {
 
 template <class L>
 XView<L> view_x(const Problem& problem, const char* packed) {
-  if (reads_x<L>(problem))
+  if (kReadsX<L>)
     return {static_cast<const char*>(problem.x), problem.x_row * static_cast<int64_t>(sizeof(typename L::Element))};
   return {packed, count_steps<L>(problem) * L::kXBytes};
 }
@@ -233,7 +230,7 @@ void multiply_rows(const Problem& problem, const char* packed, int64_t begin, in
   using Element = typename L::Element;
   const auto* const w = static_cast<const Element*>(problem.w);
   const int64_t rows = end - begin, w_row = problem.w_row, steps = count_steps<L>(problem);
-  const int64_t full_steps = L::kWidth > 1 ? steps : problem.depth / L::kDepth;  // panels are padded with zeros
+  const int64_t full_steps = problem.depth / L::kDepth;
   const XView<L> x = view_x<L>(problem, packed).rows_from(begin);
   typename L::Sums sums[L::kMaxRows][kColumns];
   const WeightBlock<L> next_rows{w + std::min(n + kColumns, end_n - kColumns) * w_row, w_row, 0,
@@ -255,7 +252,7 @@ void multiply_rows(const Problem& problem, const char* packed, int64_t begin, in
   const auto* const bias =
       problem.bias == nullptr ? nullptr : static_cast<const Element*>(problem.bias) + n * L::kWidth;
   auto* const y = static_cast<Element*>(problem.y) + begin * problem.columns + n * L::kWidth;
-  const int64_t columns = std::min<int64_t>(kColumns * L::kWidth, problem.columns - n * L::kWidth);
+  constexpr int64_t columns = kColumns * L::kWidth;
   for_each_row_of_sums<L, kColumns>(
       sums, rows, [&](int64_t m, const float* row) { L::round(row, bias, columns, y + m * problem.columns); });
 }

@@ -13,10 +13,8 @@ namespace fused_tp::matmul {
 // string if there are no kernels.
 const char* packed_isa(DType dtype, const char* isa);
 
-// Returns the elements of a packed weight [columns, depth].
-int64_t packed_elements(int64_t columns, int64_t depth, DType dtype);
-
-// Packs w [columns, depth], with w_row elements between rows, to `packed`.
+// Packs w [columns, depth], with w_row elements between rows, to as many elements at `packed`. `columns` is a multiple
+// of kPanelColumns, and `depth` of panel_depth(dtype) (kernels.h).
 void pack_weight(const void* w, int64_t w_row, int64_t columns, int64_t depth, DType dtype, void* packed, int threads);
 
 // Computes y. `problem.w` is packed; `problem.w_row` is ignored. A row's bits depend on neither the other rows nor the

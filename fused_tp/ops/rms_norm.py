@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.gemm import as_rows
+from fused_tp.core.subclass import reason_not_plain
 
 try:
     import fused_tp._core as _core
@@ -23,7 +24,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64:
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
-    """Return whether `rms_norm` and `add_rms_norm_` support these tensors: CPU, one dtype, dense, no gradient."""
+    """Return True if `rms_norm` supports these tensors: plain, dense, of one dtype, on the CPU, without a gradient."""
     tensors = (x, weight) if residual is None else (x, weight, residual)
     return (
         _HAS_CORE
@@ -31,12 +32,13 @@ def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None)
         and x.numel() > 0
         and weight.shape == x.shape[-1:]
         and (residual is None or residual.shape == x.shape)
-        and all(t.is_cpu and t.dtype is x.dtype and t.is_contiguous() and not t.is_neg() for t in tensors)
+        and all(t.is_cpu and t.dtype is x.dtype and t.is_contiguous() for t in tensors)
+        and all(reason_not_plain(type(t)) is None and not t.is_neg() and t.data_ptr() for t in tensors)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
     """Return the RMSNorm of the rows of x [..., K] with weight [K]; requires `supports_rms_norm(x, weight)`.
 
     `weight_offset`: added to the weight in float32; 1 in Gemma.
@@ -46,15 +48,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
     return y
 
 
-def add_rms_norm_(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Add x [..., K] to `residual`, write the RMSNorm of the sum to x, and return (x, residual), both changed in place.
+    """Return (RMSNorm of the rows of x + residual, x + residual) for x, residual [..., K] and weight [K].
 
-    Requires `supports_rms_norm(x, weight, residual)`.
+    Requires `supports_rms_norm(x, weight, residual)`. `weight_offset`: as in `rms_norm`.
     """
-    _run(x, residual, weight, x, residual, eps, weight_offset)
-    return x, residual
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    _run(x, residual, weight, y, total, eps, weight_offset)
+    return y, total
 
 
 def _run(

@@ -71,6 +71,14 @@ def test_gather(group: Any) -> None:
                 assert (gathered is not None) == (rank == root)
                 if gathered is not None:
                     assert_same_bits(gathered, torch.cat(shards, dim), f"gather of {shape} {dtype}")
+    empty = transport.gather(torch.empty(0, 3), 0, 0)
+    assert (empty is not None and empty.shape == (0, 3)) if rank == 0 else empty is None
+    strided = transport.gather(values(6, torch.float32, rank).view(2, 3).t(), 0, 1)
+    if strided is not None:
+        assert_same_bits(strided, torch.cat([values(6, torch.float32, r).view(2, 3).t() for r in range(size)], 1), "t")
+    for root, dim in ((size, 0), (-1, 0), (0, 2)):
+        with pytest.raises(ValueError, match="must be a rank"):
+            transport.gather(torch.zeros(2, 2), root, dim)
 
 
 @on_ranks(*WORLD_SIZES)

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,6 +64,14 @@ def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
         assert engine.seconds_to_end(60) < 30
         # Whoever notices first: the peer that waits in a collective, or vLLM's monitor of its processes.
         assert re.search(rf"rank {victim} died|VllmWorker-{victim} died", engine.log.read_text())
+
+
+def test_collectives() -> None:
+    """On three ranks that are not the world."""
+    script = str(Path(__file__).with_name("collectives.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_memory(llama: Path, tmp_path: Path) -> None:

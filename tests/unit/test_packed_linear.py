@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.ops.packed_linear import pack_weight, packed_linear
-from fused_tp.ops.rms_norm import add_rms_norm_, rms_norm, supports_rms_norm
+from fused_tp.ops.packed_linear import pack_weight, packed_linear, reason_not_packable
+from fused_tp.ops.rms_norm import add_rms_norm, rms_norm, supports_rms_norm
 from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
 
 core = pytest.importorskip("fused_tp._core")
 if not core.packed_isa(0):
     pytest.skip("the native core has no kernels for packed weights on this CPU", allow_module_level=True)
 
-# Whole and partial tiles of rows (6 rows), of panels (4) and of a panel (16); turns of 192 rows; odd depths.
-SIZES = [(1, 16, 2), (3, 64, 33), (7, 100, 130), (6, 48, 1), (13, 320, 2051), (70, 40, 64), (200, 130, 600)]
+# Whole and partial tiles of rows (6 rows) and of panels (4 of 16 columns); turns of 192 rows; blocks of 512 elements.
+SIZES = [(1, 16, 2), (3, 64, 34), (7, 112, 130), (6, 48, 2), (13, 320, 2050), (70, 48, 64), (200, 144, 600)]
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
@@ -44,16 +46,42 @@ def test_every_instruction_set(dtype: torch.dtype, isa: str) -> None:
             assert_within_dtype_error(found[0], matmul64(x, w, b), dtype, reduced_over=depth)
 
 
-@pytest.mark.parametrize("weight", [seeded(5, 8), seeded(8, 5).t(), seeded(5, 16)[:, ::2], -seeded(5, 8)], ids=str)
-@pytest.mark.parametrize(
-    "x",
-    [seeded(2, 3, 8), seeded(8), seeded(0, 8), seeded(8, 6).t(), seeded(1, 1).expand(6, 8)],
-    ids=lambda x: str(x.shape),
-)
+NEGATIVE = torch.complex(seeded(16, 8), -seeded(16, 8, seed=1)).conj().imag  # negated lazily
+ZERO = torch._efficientzerotensor((16, 8))  # without memory
+WEIGHTS = {
+    "dense": seeded(16, 8),
+    "transposed": seeded(8, 16).t(),
+    "strided": seeded(16, 16)[:, ::2],
+    "negative": NEGATIVE,
+    "zero": ZERO,
+}
+INPUTS = {
+    "dense": seeded(2, 3, 8),
+    "one row": seeded(8),
+    "no row": seeded(0, 8),
+    "transposed": seeded(8, 6).t(),
+    "expanded": seeded(1, 1).expand(6, 8),
+    "every other row": seeded(10, 8)[::2],
+    "negative": NEGATIVE,
+    "zero": ZERO,
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 def test_strides(x: Tensor, weight: Tensor) -> None:
-    y = packed_linear(x, pack_weight(weight), seeded(5), 5)
-    assert y.shape == (*x.shape[:-1], 5)
-    assert_within_dtype_error(y, matmul64(x, weight, seeded(5)), torch.float32, reduced_over=8)
+    y = packed_linear(x, pack_weight(weight), NEGATIVE[:, 0])
+    assert y.shape == (*x.shape[:-1], 16)
+    assert_within_dtype_error(y, matmul64(x + 0, weight + 0, NEGATIVE[:, 0] + 0), torch.float32, reduced_over=8)
+
+
+class Scaled(Tensor):
+    """A class whose functions do more than Tensor's, as if its memory held other values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert len(types) >= 1
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_arguments() -> None:
@@ -62,16 +90,27 @@ def test_arguments() -> None:
         packed_linear(x.bfloat16(), packed)
     with pytest.raises(TypeError, match="one dtype"):
         packed_linear(x, packed, seeded(32).bfloat16())
-    for bad_x, columns in ((seeded(2, 9), 32), (x, 33), (x, 16)):
-        with pytest.raises(ValueError, match="do not fit"):
-            packed_linear(bad_x, packed, None, columns)
+    with pytest.raises(TypeError, match="not a plain tensor"):
+        packed_linear(x.as_subclass(Scaled), packed)
+    with pytest.raises(ValueError, match=r"does not fit the packed weight \[32, 8\]"):
+        packed_linear(seeded(2, 9), packed)
+    with pytest.raises(ValueError, match=r"does not fit the packed weight \[32, 8\]"):
+        packed_linear(seeded(2, 7, dtype=torch.bfloat16), packed.new_empty(2, 4, 16, 2, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="one element per column"):
         packed_linear(x, packed, seeded(31))
     with pytest.raises(ValueError, match="no derivative"):
         packed_linear(x.clone().requires_grad_(), packed)
-    w = seeded(2, 2)
-    for weight, reason in ((seeded(8), "two dims"), (w.half(), "float16"), (w.to("meta"), "on meta")):
-        with pytest.raises(ValueError, match=reason):
+    w = seeded(16, 2)
+    for weight, reason in (
+        (seeded(16), "a multiple of 16 rows$"),
+        (seeded(15, 2), "a multiple of 16 rows$"),
+        (seeded(16, 3, dtype=torch.bfloat16), "of an even length"),
+        (w.half(), "float16"),
+        (w.to("meta"), "on meta"),
+        (w.as_subclass(Scaled), "not a plain tensor"),
+    ):
+        assert re.search(reason, reason_not_packable(weight))
+        with pytest.raises(ValueError, match="pack_weight: "):
             pack_weight(weight)
 
 
@@ -84,7 +123,9 @@ def test_compiled() -> None:
 
     with torch.no_grad():
         assert torch.equal(layer(x), packed_linear(x * 2, packed, bias) + 1)
-        torch.library.opcheck(torch.ops.fused_tp.packed_linear.default, (x, packed, bias, 32))
+    with pytest.raises(Exception, match="no derivative"):  # the compiler's error, with ours in it
+        layer(x.clone().requires_grad_()).sum().backward()
+    torch.library.opcheck(torch.ops.fused_tp.packed_linear.default, (x, packed, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -95,11 +136,12 @@ def test_rms_norm(dtype: torch.dtype, offset: float) -> None:
         total = (x.double() + residual.double()).to(dtype)
         assert supports_rms_norm(x, weight, residual)
         kept = x.clone()
-        y = rms_norm(x, weight, 1e-6, offset)
+        y = rms_norm(x, weight, 1e-6, weight_offset=offset)
         assert torch.equal(x, kept)
         assert_within_dtype_error(y, rms_norm64(x, weight.double() + offset, 1e-6), dtype, reduced_over=shape[-1])
-        normed, summed = add_rms_norm_(x, residual, weight, 1e-6, offset)
-        assert normed is x and summed is residual
+        kept_residual = residual.clone()
+        normed, summed = add_rms_norm(x, residual, weight, 1e-6, weight_offset=offset)
+        assert torch.equal(x, kept) and torch.equal(residual, kept_residual)
         assert_within_dtype_error(summed, total.double(), dtype, reduced_over=2)
         reference = rms_norm64(total, weight.double() + offset, 1e-6)
         assert_within_dtype_error(normed, reference, dtype, reduced_over=shape[-1], roundings=2)

@@ -310,10 +310,18 @@ class ShmTransport:
         return out
 
     def gather(self, tensor: Tensor, root: int, dim: int) -> Tensor | None:
-        """Return the equally shaped tensors of all ranks, concatenated along `dim`, on rank `root`; None elsewhere."""
+        """Return the equally shaped tensors of all ranks, concatenated along `dim`, on rank `root`; None elsewhere.
+
+        Raises ValueError if there is no such rank or dim.
+        """
+        if not (0 <= root < self.world_size and -tensor.dim() <= dim < tensor.dim()):
+            raise ValueError(
+                f"gather: root {root} and dim {dim} must be a rank of the {self.world_size} and a dim of the tensor, "
+                f"whose shape is {list(tensor.shape)}."
+            )
         dim %= tensor.dim()
         nbytes = 0 if self.rank == root else tensor.nbytes
-        dims = (*fold_dims(tuple(tensor.shape)), dim * self.world_size + root)
+        dims = (*fold_dims(tuple(tensor.shape)), dim, root)
         with self.begin("gather", dims, tensor.dtype, nbytes) as call:
             if self.rank != root:
                 call.buffer(self.rank, tensor.shape, tensor.dtype).copy_(tensor)
