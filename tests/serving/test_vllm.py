@@ -67,7 +67,7 @@ def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
 
 
 def test_collectives() -> None:
-    """On three ranks that are not the world."""
+    """Each collective gives what vLLM's gives, on three ranks that are not the world."""
     script = str(Path(__file__).with_name("collectives.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
