@@ -154,6 +154,27 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
         parallelize(hooked, tp, plan=PLAN)
 
 
+RARE: dict[str, Callable[[Tensor], Tensor]] = {  # over tokens, without effect on the tokens of the comparison
+    "a slice": lambda x: 0 * x + (x[:, :1] > 9) * F.pad(x[:, 1:] * x[:, :-1] > 9, (0, 0, 1, 0)),
+    "cumsum": lambda x: x * (x > 9).cumsum(1),
+    "roll": lambda x: x * (x > 9).roll(shifts=(1, 1), dims=(0, -2)),
+    "sort": lambda x: x * (x > 9).int().sort(dim=1).values,
+    "diff": lambda x: x * F.pad((x > 9).int().diff(dim=1), (0, 0, 1, 0)),
+}
+
+
+@on_ranks(2)
+def test_functions_that_combine_tokens_only_in_rare_batches(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2)["tp"], mesh_of(group, 2, 1)["cp"]
+    for name, tokens in {**RARE, "none": lambda x: x.sort(-1).values.cumsum(-1)[:, :, :4].mean(-1, True)}.items():
+        for mesh, is_found in ((tp, False), (cp, name != "none" and dist.get_rank(group) == 0)):
+            with log_lines() as lines:
+                parallelize(Block(tokens=tokens), mesh, plan=PLAN)
+            found = [line for line in lines if "by other means than attention" in line]
+            assert bool(found) == is_found, (name, mesh, lines)
+            assert not found or (f"{name}" in found[0] and "test_sharding_check.py:" in found[0]), found
+
+
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     record_outputs,
 )
 from fused_tp.parallelizing.checks.parameter_noise import noise_on_constants
+from fused_tp.parallelizing.checks.token_functions import FindTokenFunctions
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.outputs import find_tensors
@@ -126,7 +127,10 @@ def compare_sharding(
         if not reason:
             stack.enter_context(noise_on_constants(model, outcome))
             num_ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline)
+            shards_plain_tokens = cp is not None and not is_transformers_model(model)
+            runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline, shards_plain_tokens)
+            if runs:
+                _report_token_functions(type(model).__name__, runs[0].token_functions, meshes)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
         reason = next((rank_reason for rank_reason, _ in reports if rank_reason), "")
         if reason:
@@ -230,6 +234,19 @@ def _report_skipped(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -
     )
 
 
+def _report_token_functions(class_name: str, calls: Iterable[str], meshes: Sequence[DeviceMesh]) -> None:
+    names = ", ".join(calls)
+    if names:
+        warn_once(
+            meshes,
+            names,
+            "%s.forward combines tokens by other means than attention: %s. Over context parallel ranks these see only "
+            "this rank's tokens, so the model differs from the unsharded one on each batch for which that matters.",
+            class_name,
+            names,
+        )
+
+
 def reason_not_runnable(model: nn.Module) -> str:
     """Return the reason why `model` cannot run by itself, or an empty string."""
     for name, t in chain(model.named_parameters(), model.named_buffers()):
@@ -254,6 +271,7 @@ class _UnshardedRun:
         is_routed: True if it routes tokens to experts in 16 bits, so that rounding may change the experts of some
             tokens.
         is_widened: True if its 16-bit parameters were fp32 copies.
+        token_functions: calls of functions that combine tokens, see `FindTokenFunctions`.
     """
 
     recording: Recording
@@ -264,6 +282,7 @@ class _UnshardedRun:
     mode: Mode
     is_routed: bool
     is_widened: bool
+    token_functions: Iterable[str]
 
     @property
     def description(self) -> str:
@@ -298,9 +317,7 @@ class _ShardedRun:
     def __init__(
         self, unsharded_run: _UnshardedRun, outcome: ShardingOutcome, tp: DeviceMesh | None, cp: DeviceMesh | None
     ) -> None:
-        seq_len = unsharded_run.num_tokens or next(
-            (t.shape[1] for t in find_tensors(unsharded_run.arguments) if t.ndim > 1), 1
-        )
+        seq_len = unsharded_run.num_tokens or _token_shape(unsharded_run.arguments)[1]
         self._unsharded_run, self._outcome, self._advice = unsharded_run, outcome, advice(tp, cp)
         self._comparison = OutputComparison(unsharded_run.recording, RankShards(tp, cp, seq_len))
         self._run_outputs: list[Tensor] = []
@@ -381,7 +398,7 @@ def token_errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def _run_unsharded(
-    model: nn.Module, verify: object, num_rows: int, num_ranks: int, is_pipeline: bool
+    model: nn.Module, verify: object, num_rows: int, num_ranks: int, is_pipeline: bool, finds_token_functions: bool
 ) -> tuple[list[_UnshardedRun], str]:
     """Run the unsharded model. Return (runs, ""), or ([], reason) if it cannot be compared.
 
@@ -402,12 +419,14 @@ def _run_unsharded(
         """Return None if the run draws random numbers, or computes in 16 bits although its parameters are fp32."""
         arguments = widen_arguments(batch) if is_widened else batch
         operations = Find16BitResults()
+        token_functions = FindTokenFunctions(*_token_shape(arguments))
         with (
             preserve_state([model], mode) as drew_random,
             in_float32([model] if is_widened else ()),
             _fast_linears(model),
             record_outputs(model, stop_in_time) as recording,
             operations if is_widened else nullcontext(),
+            token_functions if finds_token_functions else nullcontext(),
         ):
             dtype = least_precise_dtype(model)
             model(**_copy_to_device(arguments, [model]))
@@ -418,7 +437,15 @@ def _run_unsharded(
         dtype = max({dtype, *output_dtypes}, key=lambda output_dtype: torch.finfo(output_dtype).eps)
         is_routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
         return _UnshardedRun(
-            recording, arguments, num_rows, 0 if has_batch else num_tokens, dtype, mode, is_routed, is_widened
+            recording,
+            arguments,
+            num_rows,
+            0 if has_batch else num_tokens,
+            dtype,
+            mode,
+            is_routed,
+            is_widened,
+            token_functions.calls,
         )
 
     modes = Mode if model.training and not is_pipeline else (Mode.EVAL,)
@@ -444,6 +471,11 @@ def _run_unsharded(
                 widened_run = run(mode, batch, is_widened=True)
         return [unsharded_run, *([] if widened_run is None else [widened_run])], ""
     return [], reason
+
+
+def _token_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return [batch, seq] of the first argument that has at least two dims."""
+    return next(((t.shape[0], t.shape[1]) for t in find_tensors(arguments) if t.ndim > 1), (1, 1))
 
 
 @contextmanager
