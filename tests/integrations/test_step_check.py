@@ -626,6 +626,42 @@ def test_hooks_added_between_the_checks(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_hooks_that_draw_random_numbers(group: dist.ProcessGroup) -> None:
+    """Noise on a rank's tokens, scaled by their number, is not compared: lines say so, and name the hook."""
+
+    def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + torch.randn_like(output) / output.shape[1] if module.training else output
+
+    model = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN)
+    model.embed.register_forward_hook(add_noise)
+    with log_lines() as lines:
+        for _ in range(2):
+            model(make_tokens(2, 16) % 37).sum().backward()
+    is_first = group.rank() == 0
+    assert sum("compared with the unsharded model in eval mode" in line for line in lines) == is_first, lines
+    assert sum("'embed' (" in line and "was changed after parallelize: hook" in line for line in lines) == is_first
+
+
+@on_ranks(2)
+def test_trainable_tensors_outside_of_the_model(group: dist.ProcessGroup) -> None:
+    """A hook's own weights: a line says if their gradients come from a part of the tokens, also in a frozen model."""
+    tokens, found = make_tokens(2, 16) % 37, "is not a parameter of the model, and its gradient differs"
+    for dims, place, is_partial in (((1, 2), "embed", False), ((2, 1), "embed", True), ((1, 2), "up", False)):
+        for is_frozen in (False, True):
+            model = parallelize(Block(), mesh_of(group, *dims)["cp" if dims[0] > 1 else "tp"], plan=PLAN)
+            model.requires_grad_(not is_frozen)
+            adapter = torch.full([1], 0.5, requires_grad=True)
+            module = model.get_submodule(place)
+            module.register_forward_hook(lambda module, args, output, adapter=adapter: output * adapter)
+            with log_lines() as lines:
+                for _ in range(2):
+                    model(tokens).square().mean().backward()
+            is_partial = is_partial or place == "up"  # on a shard of the features
+            assert sum(found in line for line in lines) == (is_partial and group.rank() == 0), (place, lines)
+            assert adapter.grad is not None
+
+
+@on_ranks(2)
 def test_parameters_that_are_frozen_at_first(group: dist.ProcessGroup) -> None:
     """A gradient that exists from the fifth step on is compared in that step."""
 

@@ -74,7 +74,7 @@ from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mo
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node_number
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
-from fused_tp.parallelizing.graph import REENTRANT_NODE, reachable_nodes
+from fused_tp.parallelizing.graph import REENTRANT_NODE, leaf_tensors, reachable_nodes
 from fused_tp.parallelizing.outputs import find_tensors, iterate_numbers
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
@@ -88,6 +88,7 @@ _GRADIENT_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENT_BOUND_16_BIT = 0.1
 _TOTAL_NORM_SHARE_FP32 = 1e-4
 _TOTAL_NORM_SHARE = 1e-3
+_MAX_OUTSIDE_ERROR = 0.1  # of gradients of tensors outside of the model: above rounding in 16 bits
 _MAX_EVALUATIONS = 16  # calls without gradients that are compared
 _MAX_BUFFER_NUMEL = 1_000_000  # larger buffers are not compared
 _OUT_OF_MEMORY = "a step of the unsharded model does not fit in the memory"
@@ -152,10 +153,7 @@ class StepCheck:
             if not self.calls:
                 self._report_skipped("it runs in an activation checkpoint with use_reentrant=True")
             return
-        is_trained = any(p.requires_grad for p in model.parameters())
-        if not (is_trained or any(t.requires_grad for t in find_tensors((args, kwargs)))):
-            return
-        self.calls += 1
+        self.calls += 1  # also of a frozen model: a hook may use trainable tensors outside of it
         self.evaluations_since_training = 0
         trainable = tuple(p.requires_grad for p in model.parameters())
         is_repetition = is_repetition_due(self.calls) or (trainable not in self._trainable and is_repetition_due(1))
@@ -176,15 +174,16 @@ class StepCheck:
             self.output_shapes.clear()
         self._compared_keys.add(key)
         self._conditions.add(conditions)
-        reason = (
-            next((rank_reason for *_, rank_reason in rank_reports if rank_reason), "")
-            or _StepComparison(self, model, args, kwargs, arguments).compare()
-        )
+        comparison = _StepComparison(self, model, args, kwargs, arguments)
+        reason = next((rank_reason for *_, rank_reason in rank_reports if rank_reason), "") or comparison.compare()
         if not reason and _is_small_16_bit(model):
             self._compare_in_float32(model, args, kwargs)
         if not reason:
             self.is_compared = True
-            remember_code(model)
+            if model.training and comparison.mode is Mode.EVAL:
+                self._report_eval_mode(type(model).__name__)
+            else:
+                remember_code(model)
             return
         self._report_skipped(reason)
 
@@ -242,6 +241,16 @@ class StepCheck:
                 f"its gradients come from compiled code, or from other modules or methods than {type(model).__name__}"
                 ".forward"
             )
+
+    def _report_eval_mode(self, class_name: str) -> None:
+        warn_once(
+            self.meshes,
+            f"{class_name} draws random numbers",
+            "training steps of the parallel %s were compared with the unsharded model in eval mode, because it draws "
+            "random numbers in training mode, on each rank for its own tokens. Code that runs in training mode only "
+            "was not compared; compare it once without the random numbers.",
+            class_name,
+        )
 
     def _report_skipped(self, reason: str) -> None:
         self._is_skip_reported = True
@@ -378,6 +387,10 @@ class _StepComparison:
             if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()
         }
         self.input_copies: dict[str, Tensor] = {}
+        # Leaves that are neither parameters nor arguments, such as weights that a hook holds; and their gradients in
+        # the unsharded model.
+        self.outside_leaves: dict[str, Tensor] = {}
+        self.outside_gradients: dict[str, Tensor | None] = {}
         self._returned_numbers: dict[VariableId, Any] = {}  # numbers that the last run has returned
         self.mode = Mode.AS_IT_IS
         self.dtype = least_precise_dtype(model)
@@ -439,7 +452,7 @@ class _StepComparison:
             outputs = self._run()
             has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
             variables |= self._buffer_values() | self._returned_numbers
-            parameters = {**self.trainable, **self.input_copies}
+            parameters = {**self.trainable, **self.input_copies, **self.outside_leaves}
             gradients = self._gradients(outputs, weights, parameters) if has_known_shapes else None
         if documents := self.check.sequence.documents:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
@@ -449,6 +462,7 @@ class _StepComparison:
             known_shapes.pop(key)
             return "its outputs have other shapes than in an equal call before"
         self._compare_variables(unsharded_step, variables)
+        self._compare_outside_gradients(gradients)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
         if expected_gradients is not None and gradients is not None:
@@ -575,7 +589,8 @@ class _StepComparison:
                     variables |= self._buffer_values(written_only=True) | self._returned_numbers
                     weights = _output_weights(shapes, outputs, self.token_mask)
                     # Inside this context, which restores buffers on exit: backward may read them.
-                    gradients = self._gradients(outputs, weights, parameters | self.input_copies)
+                    self.outside_leaves = self._find_outside_leaves(outputs, weights)
+                    gradients = self._gradients(outputs, weights, parameters | self.input_copies | self.outside_leaves)
             except TooLongError:
                 return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
@@ -589,6 +604,8 @@ class _StepComparison:
         if any(bool(t.isnan().any()) for t in outputs):
             return None, f"the unsharded {class_name} returns NaN"
         outputs = [t.detach() for t in outputs]
+        if gradients is not None:
+            self.outside_gradients = {name: gradients.pop(name) for name in self.outside_leaves}
         return _UnshardedStep(outputs, weights, self._expected_gradients(gradients), variables), ""
 
     def _expected_gradients(
@@ -622,13 +639,20 @@ class _StepComparison:
         if not (self.has_gradients and weights):
             return None
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
-        if not total.requires_grad:
+        if not (total.requires_grad and parameters):
             return dict.fromkeys(parameters)
         if DistributedDataParallel._get_active_ddp_module() is not None and (
             has_reentrant_checkpoint([total]) or has_multi_grad_hook(parameters.values())
         ):
             return None  # DDP would reduce the gradients of a backward pass
         return dict(zip(parameters, gradients_of([total], [*parameters.values()]), strict=True))
+
+    def _find_outside_leaves(self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Return the leaves of the unsharded model's graph that are neither parameters nor arguments, by name."""
+        known_ids = {id(t) for t in (*self.full_parameters.values(), *self.input_copies.values())}
+        nodes = {node for i in weights for node in reachable_nodes(outputs[i])} if self.has_gradients else set()
+        leaves = [t for t in leaf_tensors(nodes) if id(t) not in known_ids]
+        return {f"tensor {index} outside of the model": t for index, t in enumerate(leaves)}
 
     def _small_buffers(self) -> dict[str, Tensor]:
         """Return copies of the small buffers of the model, by name."""
@@ -679,6 +703,31 @@ class _StepComparison:
                 "forward or a hook writes other values to the %s than without sharding: it sees this rank's tokens or "
                 "features only. Reduce what it writes over the ranks; else results that depend on it differ.",
                 names[0],
+            )
+
+    def _compare_outside_gradients(self, gradients: dict[str, Tensor | None] | None) -> None:
+        """Log the shape of the first leaf outside of the model with another gradient than without sharding.
+
+        A collective call. It removes these leaves from `gradients`.
+        """
+        different_shapes = []
+        for name, leaf in self.outside_leaves.items():
+            expected, actual = self.outside_gradients.get(name), None if gradients is None else gradients.pop(name)
+            if expected is not None and gradients is not None:
+                actual = torch.zeros_like(expected) if actual is None else actual
+                if two_norm(actual - expected) > _MAX_OUTSIDE_ERROR * two_norm(expected):
+                    different_shapes.append(list(leaf.shape))
+        reports = gather_over_meshes(self.check.meshes, "gradients outside of the model", different_shapes)
+        if any(reports):
+            shape = next(shapes[0] for shapes in reports if shapes)
+            warn_once(
+                self.check.meshes,
+                "gradients outside of the model",
+                "forward or a hook uses a tensor of shape %s that is not a parameter of the model, and its gradient "
+                "differs from that without sharding: it comes from this rank's tokens or features only. Sum such "
+                "gradients over the ranks before the optimizer's step, or add the tensor to the model as a parameter "
+                "before parallelize.",
+                tuple(shape),
             )
 
     def _different_variables(
