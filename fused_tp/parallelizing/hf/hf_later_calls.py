@@ -1,4 +1,4 @@
-"""Methods of transformers models that change parameters, adapted to tensor parallel models."""
+"""Methods of transformers models that change parameters or serve, adapted to tensor parallel models."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import implicit_replication
 
 from fused_tp.nn.sharding import parameters_as_dtensors
+from fused_tp.parallelizing.layers import holds_sharded_heads
 
 
 def adapt_later_calls(model: nn.Module) -> None:
@@ -22,6 +24,23 @@ def adapt_later_calls(model: nn.Module) -> None:
             instance._init_weights = partial(_init_weights, module)
         if hasattr(module, "resize_token_embeddings"):
             instance.resize_token_embeddings = partial(_resize_token_embeddings, module)
+
+
+def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh) -> None:
+    """Let `generate_batch()` and `init_continuous_batching()` of `model` run over `tp_mesh`, whose rank 0 schedules.
+
+    transformers finds the ranks by the private names below, which its own tensor parallelism sets as well.
+    """
+    if tp_mesh.size() == 1:
+        return
+    # A mesh without names is taken for that of the tensor parallel ranks, whatever ours is called.
+    model._device_mesh = DeviceMesh.from_group(tp_mesh.get_group(), tp_mesh.device_type)
+    # The paged cache has 1 / size of the heads if the plan names these two layers. Ours may shard other layers: one for
+    # q, k and v, or those of a model without a plan in transformers.
+    names = [f"layers.*.self_attn.{name}" for name in ("k_proj", "v_proj")]
+    other_layers = {name: style for name, style in (model._tp_plan or {}).items() if not name.endswith(tuple(names))}
+    is_sharded = any(holds_sharded_heads(m) for m in model.modules() if hasattr(m, "layer_idx"))
+    model._tp_plan = {**other_layers, **(dict.fromkeys(names, "colwise") if is_sharded else {})}
 
 
 def _init_weights(model: Any, module: nn.Module) -> None:

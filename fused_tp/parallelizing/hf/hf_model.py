@@ -31,7 +31,7 @@ from fused_tp.parallelizing.hf.hf_attention import (
     replace_custom_attention,
 )
 from fused_tp.parallelizing.hf.hf_cache import CachedPass, is_sharded, make_cached_pass
-from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls
+from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls, enable_continuous_batching
 from fused_tp.parallelizing.hf.state_layers import STATE_LAYERS, connect_states, find_state_layers
 from fused_tp.parallelizing.outputs import map_tensors
 from fused_tp.parallelizing.readers import compared_attention_names, forward_source_contains
@@ -294,6 +294,7 @@ class TransformersSequenceSharding(SequenceSharding):
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() computes the size of a static KV cache from it
             adapt_later_calls(model)
+            enable_continuous_batching(model, parallelism.tp_mesh)
         save_full_model_in_save_pretrained(model)
         if parallelism.shards_sequence:
             _copy_config(model)
@@ -429,7 +430,8 @@ class TransformersSequenceSharding(SequenceSharding):
     def _check_attention(self) -> None:
         """Raise ValueError if the attention was changed after `adapt`: it would see this rank's tokens only."""
         for config, replacement in self._attention_names:
-            if config._attn_implementation != replacement:
+            # generate_batch() sets "paged|eager", whose masks are its own.
+            if config._attn_implementation.removeprefix("paged|") != replacement:
                 raise ValueError(
                     f"The model's attention was set to {config._attn_implementation!r} after parallelize, which needs "
                     f"{replacement!r} to attend over ranks. Set it before parallelize, or set it back to "
