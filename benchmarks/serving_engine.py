@@ -1,6 +1,7 @@
 """One engine that runs workloads on request, for benchmarks.serving: a line of JSON in, a line of JSON out.
 
     {"prompts": [lengths], "new_tokens": n} -> {"seconds", "first", "steps": [seconds between tokens], "tokens"}
+    {..., "cancel_after": [number or null]} -> the same; requests are cancelled after so many of their tokens
     {"processes": true}                     -> {"memory": [bytes of each worker, shared pages by share], "threads": [n]}
 
 Requests arrive at once. The first line out says how long the start took.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 _NUM_TOKENS = 7900  # prompts are of the first tokens, which every model has
 _MAX_LENGTH = 4096  # of a prompt and its new tokens, and of a batch of prompts
@@ -24,22 +26,25 @@ WORKER_TITLES = {"vllm": "VLLM::Worker_TP", "sglang": "sglang::scheduler_TP"}  #
 
 
 class _Times:
-    """Times of each request's tokens, and the tokens."""
+    """Times of each request's tokens, and the tokens. `cancel_after`: tokens after which to cancel each request."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, cancel_after: Sequence[int | None]) -> None:
+        num_requests, self.cancel_after = len(cancel_after), cancel_after
         self.start = time.perf_counter()
         self.last: dict[int, float] = {}
         self.first, self.steps = list[float](), list[float]()
         self.tokens: list[list[int]] = [[] for _ in range(num_requests)]
 
-    def add(self, request: int, tokens: Sequence[int]) -> None:
-        """Note that request `request` has these tokens now."""
+    def add(self, request: int, tokens: Sequence[int]) -> bool:
+        """Note that request `request` has these tokens now; return True if it is to be cancelled."""
         now = time.perf_counter()
         if request in self.last:
             self.steps.append(now - self.last[request])
         else:
             self.first.append(now - self.start)
         self.last[request], self.tokens[request] = now, list(tokens)
+        limit = self.cancel_after[request]
+        return limit is not None and len(tokens) >= limit
 
     def reply(self) -> dict[str, Any]:
         """Return the reply to a request of benchmarks.serving."""
@@ -47,8 +52,8 @@ class _Times:
         return {"seconds": seconds, "first": self.first, "steps": self.steps, "tokens": self.tokens}
 
 
-# Runs prompts (their tokens) to this number of new tokens each.
-Run = Callable[[list[list[int]], int], dict[str, Any]]
+# Runs prompts (their tokens) to this number of new tokens each, or until they are cancelled.
+Run = Callable[[list[list[int]], int, Sequence[int | None]], dict[str, Any]]
 
 
 def start_vllm(arguments: argparse.Namespace) -> Run:
@@ -70,14 +75,15 @@ def start_vllm(arguments: argparse.Namespace) -> Run:
         distributed_executor_backend="mp",
     ).llm_engine
 
-    def run(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    def run(prompts: list[list[int]], new_tokens: int, cancel_after: Sequence[int | None]) -> dict[str, Any]:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        times = _Times(len(prompts))
+        times = _Times(cancel_after)
         for index, tokens in enumerate(prompts):
             engine.add_request(str(index), {"prompt_token_ids": tokens}, sampling)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                times.add(int(output.request_id), output.outputs[0].token_ids)
+                if times.add(int(output.request_id), output.outputs[0].token_ids):
+                    engine.abort_request([output.request_id])
         return times.reply()
 
     return run
@@ -107,14 +113,18 @@ def start_sglang(arguments: argparse.Namespace) -> Run:
         log_level="info",
     )
 
-    def run(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    def run(prompts: list[list[int]], new_tokens: int, cancel_after: Sequence[int | None]) -> dict[str, Any]:
         sampling = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
-        times = _Times(len(prompts))
+        times = _Times(cancel_after)
 
         async def follow(index: int) -> None:
-            outputs = await engine.async_generate(input_ids=prompts[index], sampling_params=sampling, stream=True)
+            name = uuid4().hex
+            outputs = await engine.async_generate(
+                input_ids=prompts[index], sampling_params=sampling, stream=True, rid=name
+            )
             async for output in outputs:
-                times.add(index, output["output_ids"])
+                if times.add(index, output["output_ids"]):
+                    engine.tokenizer_manager.abort_request(name)
 
         async def follow_all() -> None:
             await asyncio.gather(*(follow(index) for index in range(len(prompts))))
@@ -156,7 +166,8 @@ def main() -> None:
                 [(31 * index + 7 * position) % _NUM_TOKENS + 1 for position in range(length)]
                 for index, length in enumerate(request["prompts"])
             ]
-            reply = run(prompts, request["new_tokens"])
+            cancel_after = request.get("cancel_after") or [None] * len(prompts)
+            reply = run(prompts, request["new_tokens"], cancel_after)
 
 
 def _describe_workers(title: str) -> dict[str, list[int]]:

@@ -73,6 +73,11 @@ class Engine:
         self.send(prompts, new_tokens)
         return self._read()
 
+    def run_cancelled(self, prompts: list[int], cancel_after: list[int]) -> dict[str, Any]:
+        """Generate, and cancel each request after this number of its tokens."""
+        self._write({"prompts": prompts, "new_tokens": 1000, "cancel_after": cancel_after})
+        return self._read()
+
     def send(self, prompts: list[int], new_tokens: int) -> None:
         """Request a run without waiting for the reply."""
         self._write({"prompts": prompts, "new_tokens": new_tokens})

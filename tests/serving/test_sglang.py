@@ -59,6 +59,17 @@ def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
         assert re.search(rf"rank {victim} died|Connection (reset|closed) by peer", engine.log.read_text())
 
 
+def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:
+    """Requests that are cancelled in flight leave the tokens of others as they are, and nothing behind."""
+    numbers = random.Random(0)
+    with start_engine(llama, tmp_path, "--dtype", "float32", name="sglang") as engine:
+        wanted = engine.run(PROMPTS, 16)["tokens"]
+        for _ in range(10):
+            tokens = engine.run_cancelled(PROMPTS, [numbers.randint(1, 40) for _ in PROMPTS])["tokens"]
+            assert all(a[:16] == b[: len(a)] for a, b in zip(tokens, wanted, strict=True))
+        assert engine.run(PROMPTS, 16)["tokens"] == wanted
+
+
 def test_collectives() -> None:
     """Each collective gives what SGLang's gives, on three ranks that are not the world."""
     script = str(Path(__file__).with_name("sglang_collectives.py"))
