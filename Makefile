@@ -29,6 +29,7 @@ export FUSED_TP_REQUIRE_NATIVE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
+SERVING := build/serving
 # --no-compile: Python compiles what is imported when it is imported, which is a small part of what is installed. It
 # must then keep what it has compiled, or each process compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -82,8 +83,9 @@ test: $(VENV)/installed $(VENV)/installed-test build/triton/$(OLDEST_TRITON)/ins
 
 test-all test-long: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
 test-all test-long: build/triton/$(OLDEST_TRITON)/installed build/triton/$(NEWEST_TRITON)/installed
-test-all:
+test-all: $(SERVING)/installed
 	$(BIN)/$(TEST) -m "not long and not serving" $(ARGS)
+	$(SERVING)/bin/python -m pytest -q -m serving tests/serving -k "collectives or threads or does_not_load"
 
 test-long:
 	$(BIN)/python -m pytest -q -m long $(ARGS)
@@ -127,7 +129,6 @@ bench: $(VENV)/installed $(VENV)/installed-bench
 
 # vLLM needs other versions of many packages than the rest, so it has a virtual environment of its own. The torchvision,
 # torchaudio and torchcodec that it installs are built for another torch and fail to import; text models need none.
-SERVING := build/serving
 $(SERVING)/installed: constraints.txt pyproject.toml | $(VENV)/installed
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install -q "torch==$$(sed -n 's/^torch==//p' constraints.txt)" "$(VLLM)" \

@@ -360,13 +360,13 @@ def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # another build may be running in the same folder
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ninja = find_ninja()
-        if ninja is None:
+        ninja_command = find_ninja()
+        if ninja_command is None:
             for step in steps:
                 check_run(["sh", "-c", step.shell_command], folder, environment)
             return
         (folder / "build.ninja").write_text(ninja_file(steps))
-        check_run([*ninja, *job_flags], folder, environment)
+        check_run([*ninja_command, *job_flags], folder, environment)
 
 
 def ninja_file(steps: Sequence[Step]) -> str:

@@ -180,7 +180,7 @@ def _transport_for(group: Any, tensor: Tensor) -> ShmTransport | None:
         or is_shm_available(tensor.dtype, group.world_size, group.local_size)
     ):
         return None
-    if group not in _memory_by_group:  # the ranks of a group make its calls together, so also this first one
+    if group not in _memory_by_group:  # collective: all ranks of a group make its first call together
         _memory_by_group[group] = shared_memory_of(group.device_group)
     transport, max_bytes = _memory_by_group[group]
     return transport if 0 < tensor.nbytes <= max_bytes else None

@@ -66,7 +66,7 @@ def find_read_parameters(module: nn.Module, *, forward_only: bool = False) -> li
     return sorted(names)
 
 
-@cache  # by class
+@cache  # a model has many modules of one class, and parsing the source of its methods is slow
 def _attribute_chains(
     module_class: Any, forward_only: bool, patches: tuple[tuple[Any, str, FunctionType], ...]
 ) -> frozenset[str]:

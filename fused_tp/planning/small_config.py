@@ -71,7 +71,7 @@ FACTOR_SUBSTRINGS = ("multiplier", "scal", "factor", "alpha", "beta")
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 RANDOM_SUBSTRINGS = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0
 MAMBA_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 8 x 16 features: twice the hidden size
-# The default configs of these types have only attention layers.
+# For model types that mix convolutions and attention, whose default configs have attention layers only.
 CONVOLUTION_LAYERS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 MODEL_TYPE_VALUES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {

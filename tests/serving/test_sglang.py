@@ -40,7 +40,7 @@ def test_tokens_as_stock_and_as_one_process(name: str, tmp_path: Path) -> None:
     assert tokens[True, 2] == tokens[False, 2] == tokens[False, 1]
 
 
-def test_plugins_that_sglang_does_not_load(llama: Path, tmp_path: Path) -> None:
+def test_plugin_that_sglang_does_not_load(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, name="sglang", SGLANG_PLUGINS="other") as engine:
         engine.run([4], 2)
         assert "fused_tp:" not in engine.log.read_text()

@@ -42,12 +42,17 @@ def test_tokens_as_stock_and_as_one_process(name: str, tmp_path: Path) -> None:
 def test_compiled(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, "--dtype", "float32", has_plugin=False) as engine:
         wanted = engine.run(PROMPTS, 32)["tokens"]
-    with start_engine(llama, tmp_path, "--dtype", "float32", "--compile") as engine:
-        assert engine.run(PROMPTS, 32)["tokens"] == wanted
-        assert ON in engine.log.read_text()
+    cache = tmp_path / "cache"  # both ways share it: a graph of one must not be taken for the other's
+    for plugin in (True, False):
+        options = ("--dtype", "float32", "--compile")
+        with start_engine(llama, tmp_path, *options, has_plugin=plugin, VLLM_CACHE_ROOT=str(cache)) as engine:
+            assert engine.run(PROMPTS, 32)["tokens"] == wanted
+            assert (ON if plugin else OFF) in engine.log.read_text()
+        code = "".join(path.read_text() for path in cache.rglob("*.py"))
+        assert all(f"torch.ops.fused_tp.{name}" in code for name in ("packed_linear", "all_reduce"))
 
 
-def test_plugins_that_vllm_does_not_load(llama: Path, tmp_path: Path) -> None:
+def test_plugin_that_vllm_does_not_load(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, VLLM_PLUGINS="other") as engine:
         engine.run([4], 2)
         assert "fused_tp" not in engine.log.read_text()

@@ -247,7 +247,7 @@ class ShmTransport:
                 if overlapped_work is not None:
                     workspace.signal(1)
                     overlapped_work()
-                workspace.peers_may_end = True  # sum_workspaces signals
+                workspace.peers_may_end = True  # before the sum, which signals the peers even if it then fails here
                 _core.sum_workspaces(self.core_group, call, num_elements, dtype_index)
                 return term.clone() if memory is None else term
         except BaseException:  # including Ctrl-C: keep the memory, because peers may still read it

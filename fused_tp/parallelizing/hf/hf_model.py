@@ -153,7 +153,7 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
             "the hub has replaced their forward. Omit cp_dim."
         )
     if has_state_layers and not has_eager_attention(model):
-        return  # no attention at all
+        return  # transformers has an eager function beside each attention: without one, the model has no attention
     implementation = model.config._attn_implementation
     is_eager, runs_unreplaced = (
         implementation == "eager",
