@@ -22,14 +22,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fused_tp.core.native import DTYPE_NUMBERS
+from fused_tp.core.native import core as _core
 from fused_tp.core.subclass import reason_not_plain
-
-try:
-    import fused_tp._core as _core
-
-    _HAS_CORE = True
-except ImportError:  # a pure Python installation
-    _HAS_CORE = False
 
 # (x [..., K], w [N, K]), multiplied as x @ w^T. Backward passes a transposed view as w, which needs no copy.
 Product: TypeAlias = tuple[Tensor, Tensor]
@@ -80,8 +75,8 @@ def _onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 # Types whose memory holds their values; subclasses may interpret it differently.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _MIN_NATIVE_ELEMENTS = 1 << 17  # fewest elements of w; for smaller weights the overhead of a call dominates
-_NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
-_MAX_FEW_ROWS: int = _core.FEW_ROWS if _HAS_CORE else 0  # largest number of rows that the native core supports
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_MAX_FEW_ROWS: int = _core.FEW_ROWS if _core is not None else 0  # largest number of rows that the native core supports
 
 
 @cache
@@ -89,7 +84,7 @@ def _max_native_rows(dtype: torch.dtype) -> int:
     """Return the largest number of rows of x for which the native core is used; 0 if never."""
     if dtype is torch.float32 and not _onednn_beats_mkl():
         return 0  # not measured against MKL on Intel CPUs
-    return _MAX_FEW_ROWS if _HAS_CORE and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
+    return _MAX_FEW_ROWS if _core is not None and _core.few_rows_isa(DTYPE_NUMBERS[dtype]) else 0
 
 
 def _few_rows_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
@@ -110,7 +105,7 @@ def _few_rows_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | No
         bias = bias.resolve_neg().expand(num_columns).contiguous()
     y = x.new_empty((*x.shape[:-1], num_columns)) if out is None else out
     _core.few_rows(
-        _NATIVE_DTYPES[dtype],
+        DTYPE_NUMBERS[dtype],
         rows.data_ptr(),
         rows.stride(0),
         w.data_ptr(),

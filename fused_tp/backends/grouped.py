@@ -17,15 +17,10 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
 from fused_tp.backends.gemm import as_rows, sum_of_products
+from fused_tp.core.native import DTYPE_NUMBERS
+from fused_tp.core.native import core as _core
 
-try:
-    import fused_tp._core as _core
-
-    _HAS_CORE = True
-except ImportError:  # a pure Python installation
-    _HAS_CORE = False
-
-_NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/dtype.h
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16  # alignment in bytes that grouped_mm requires for rows and addresses
 
 
@@ -108,7 +103,7 @@ class GroupedProduct(NamedTuple):
         token_indices = torch.arange(self.num_tokens + 1, device=order.device)
         starts = torch.searchsorted(self.routing.tokens[order], token_indices)
         scale = None if self.scale is None else self.scale[order]
-        if _HAS_CORE and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
+        if _core is not None and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
             return _sum_rows(y, order, starts, scale, y.new_empty(self.shape) if out is None else out)
         if scale is not None and scale.dtype != y.dtype:  # routing weights are often float32 with bfloat16 activations
             dtype = torch.promote_types(scale.dtype, y.dtype)
@@ -121,7 +116,7 @@ def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, ou
     """Sum rows by the native core, which multiplies rows of any dtype by float32 factors without a conversion."""
     scale = None if scale is None else scale.float()
     _core.sum_rows(
-        _NATIVE_DTYPES[y.dtype],
+        DTYPE_NUMBERS[y.dtype],
         y.data_ptr(),
         order.data_ptr(),
         starts.data_ptr(),

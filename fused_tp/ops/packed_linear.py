@@ -11,17 +11,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fused_tp.backends.gemm import as_rows
+from fused_tp.core.native import DTYPE_NUMBERS
+from fused_tp.core.native import core as _core
 from fused_tp.core.subclass import reason_not_plain
 from fused_tp.ops.op import LIBRARY
 
-try:
-    import fused_tp._core as _core
-
-    _HAS_CORE = True
-except ImportError:  # a pure Python installation
-    _HAS_CORE = False
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
+_DTYPES = (torch.float32, torch.bfloat16)
 _PANEL_COLUMNS = 16  # kPanelColumns in csrc/matmul/kernels.h
 
 _NO_DERIVATIVE = "packed_linear has no derivative: call it under torch.no_grad(); to train, use linear layers."
@@ -42,7 +37,7 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 def reason_not_packable(weight: Tensor) -> str:
     """Return the reason why `pack_weight` does not support `weight` on this CPU; empty if it does."""
-    if not _HAS_CORE:
+    if _core is None:
         return "the native core is not built"
     if (reason := reason_not_plain(type(weight))) is not None:
         return f"the weight is not a plain tensor: {reason}"
@@ -53,7 +48,7 @@ def reason_not_packable(weight: Tensor) -> str:
     if weight.dim() != 2 or not weight.numel() or weight.shape[0] % _PANEL_COLUMNS or weight.shape[1] % _pair(weight):
         needed = f"a multiple of {_PANEL_COLUMNS} rows" + (" of an even length" if _pair(weight) == 2 else "")
         return f"the weight has shape {list(weight.shape)}; packed weights of this dtype have {needed}"
-    if not _core.packed_isa(_DTYPES[weight.dtype]):
+    if not _core.packed_isa(DTYPE_NUMBERS[weight.dtype]):
         return "this CPU has neither AVX2 nor AVX-512, or FUSED_TP_ISA forbids them"
     return ""
 
@@ -83,7 +78,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     shape = (num_columns // _PANEL_COLUMNS, depth // _pair(weight), _PANEL_COLUMNS, _pair(weight))
     packed = torch.empty(shape, dtype=weight.dtype, device="cpu")
     _core.pack_weight(
-        _DTYPES[weight.dtype],
+        DTYPE_NUMBERS[weight.dtype],
         weight.data_ptr(),
         weight.stride(0),
         num_columns,
@@ -141,7 +136,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     y = x.new_empty((*x.shape[:-1], num_columns))
     if len(rows):
         _core.multiply_packed(
-            _DTYPES[dtype],
+            DTYPE_NUMBERS[dtype],
             rows.data_ptr(),
             rows.stride(0),
             packed.data_ptr(),

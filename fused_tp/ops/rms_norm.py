@@ -11,23 +11,18 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.gemm import as_rows
+from fused_tp.core.native import DTYPE_NUMBERS
+from fused_tp.core.native import core as _core
 from fused_tp.core.subclass import reason_not_plain
 
-try:
-    import fused_tp._core as _core
-
-    _HAS_CORE = True
-except ImportError:  # a pure Python installation
-    _HAS_CORE = False
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
     """Return True if `rms_norm` supports these tensors: plain, dense, of one dtype, on the CPU, without a gradient."""
     tensors = (x, weight) if residual is None else (x, weight, residual)
     return (
-        _HAS_CORE
+        _core is not None
         and x.dtype in _DTYPES
         and x.numel() > 0
         and weight.shape == x.shape[-1:]
@@ -80,6 +75,6 @@ def _run(
         rows.shape[1],
         eps,
         weight_offset,
-        _DTYPES[x.dtype],
+        DTYPE_NUMBERS[x.dtype],
         torch.get_num_threads(),
     )

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fused_tp
 from fused_tp.backends import gemm
+from fused_tp.core.native import DTYPE_NUMBERS
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 
@@ -101,7 +102,7 @@ def test_few_rows_on_every_instruction_set(dtype: torch.dtype, isa: str) -> None
 
     Neither the number of threads nor the other rows change the bits of a row.
     """
-    core, code = pytest.importorskip("fused_tp._core"), gemm._NATIVE_DTYPES[dtype]
+    core, code = pytest.importorskip("fused_tp._core"), DTYPE_NUMBERS[dtype]
     if core.few_rows_isa(code, isa) not in (isa, "avx512" if dtype is torch.float32 else isa):
         pytest.skip(f"this CPU lacks {isa}")
     for rows, columns, depth in (

@@ -18,16 +18,11 @@ from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import ScoreParameters
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.native import DTYPE_NUMBERS
+from fused_tp.core.native import core as _core
 from fused_tp.core.pending import accumulate_dtype
 
-try:
-    import fused_tp._core as _core
-
-    _HAS_CORE = True
-except ImportError:  # the package was installed without its native core
-    _HAS_CORE = False
-
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class NativeCpu(AttentionKernel):
@@ -48,12 +43,12 @@ class NativeCpu(AttentionKernel):
         self.isa = isa
 
     def available(self, request: KernelRequest) -> Availability:
-        if not _HAS_CORE:
+        if _core is None:
             return unavailable("the native core is not built")
         if request.device.type != "cpu":
             return unavailable(f"it supports CPU tensors only, got tensors on {request.device}")
         settings.isa()  # raises if FUSED_TP_ISA is invalid, before anything is sent; the C++ core reads the variable
-        if request.dtype not in _DTYPE_CODES:
+        if request.dtype not in _DTYPES:
             dtype_name = str(request.dtype).removeprefix("torch.")
             return unavailable(f"it supports float32, bfloat16, float16 and float64, got {dtype_name}")
         return AVAILABLE
@@ -169,7 +164,7 @@ def _make_problem(
     dropout = score_parameters.dropout
     batch, length, heads, dim = q.shape
     return _core.AttentionProblem(
-        _DTYPE_CODES[q.dtype],
+        DTYPE_NUMBERS[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
         vectors[0],
         score_parameters.scale,

@@ -13,7 +13,7 @@ it, at the cost of the same packing).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -28,10 +28,8 @@ from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import DimShards, GatherMatmul, OverlappedWork, RowSchedule, T, add_rms_norm
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_number, fold_dims
 from fused_tp.core.errors import FusedTPError, describe_midway_error
+from fused_tp.core.native import core as _core
 from fused_tp.core.pending import Pending, PendingCall
-
-with suppress(ImportError):  # without the native core no group can use this schedule
-    import fused_tp._core as _core
 
 # For results smaller than this, the native all-reduce is faster than a call with several steps.
 _MIN_STEPPED_BYTES = 1 << 20

@@ -16,7 +16,6 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -27,31 +26,13 @@ from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import FusedTPError, describe_midway_error
 from fused_tp.core.group import Group, GroupSlot, on_destroy
+from fused_tp.core.native import DTYPE_NUMBERS
+from fused_tp.core.native import core as _core
+from fused_tp.core.native import missing_reason as _core_missing_reason
 from fused_tp.core.store import create_together, exchange, first_unavailability
-
-_core: Any = None
-_core_missing_reason = ""
-try:
-    _core = import_module("fused_tp._core")
-except ImportError as error:
-    _core_missing_reason = f"the native core is not built ({error}); install a C++ compiler and reinstall fused_tp"
 
 MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
 _RENDEZVOUS_NAME = "the shared-memory rendezvous"
-
-# Numbers of dtypes in csrc/dtype.h. bool is handled as uint8.
-_DTYPE_NUMBERS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float64: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.bool: 5,
-    torch.int16: 6,
-    torch.int32: 7,
-    torch.int64: 8,
-}
 
 _MAX_CACHED_SIGNATURES = 1024
 
@@ -60,9 +41,9 @@ _MAX_CACHED_SIGNATURES = 1024
 def dtype_number(dtype: torch.dtype) -> int:
     """Return the native core's number of `dtype`. Raises TypeError if the core does not support it."""
     try:
-        return _DTYPE_NUMBERS[dtype]
+        return DTYPE_NUMBERS[dtype]
     except KeyError:
-        names = ", ".join(str(dtype_name).removeprefix("torch.") for dtype_name in _DTYPE_NUMBERS)
+        names = ", ".join(str(dtype_name).removeprefix("torch.") for dtype_name in DTYPE_NUMBERS)
         raise TypeError(f"Shared-memory collectives support {names}, got {dtype}.") from None
 
 
