@@ -22,7 +22,7 @@ from uuid import uuid4
 
 _NUM_TOKENS = 7900  # prompts are of the first tokens, which every model has
 _MAX_LENGTH = 4096  # of a prompt and its new tokens, and of a batch of prompts
-WORKER_TITLES = {"vllm": "VLLM::Worker_TP", "sglang": "sglang::scheduler_TP"}  # of a rank's process; the rank follows
+WORKER_TITLES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}  # of a rank's process; "_TP<rank>" may follow
 
 
 class _Times:
@@ -109,6 +109,7 @@ def start_sglang(arguments: argparse.Namespace) -> Run:
         mem_fraction_static=0.3,
         disable_radix_cache=True,
         disable_overlap_schedule=True,
+        sleep_on_idle=True,  # else an engine that waits takes the time of the one that is measured
         random_seed=0,
         log_level="info",
     )

@@ -92,6 +92,8 @@ def _few_rows_matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | No
     dtype, depth = x.dtype, w.shape[-1]
     if dtype not in _NATIVE_DTYPES or not 0 < x.numel() <= _max_native_rows(dtype) * depth:
         return None
+    if bias is not None and bias.dtype is not dtype:
+        return None
     if not x.is_cpu or w.numel() < _MIN_NATIVE_ELEMENTS or w.dtype is not dtype or x.shape[-1] != depth:
         return None
     if type(x) not in _PLAIN_TYPES or type(w) not in _PLAIN_TYPES or w.stride(1) != 1 or x.stride(-1) != 1:

@@ -41,6 +41,14 @@ from fused_tp.ops.rms_norm import add_rms_norm, rms_norm, supports_rms_norm
 _TESTED = "tested: sglang 0.5.23"
 _LOG_IS_READY = "managers.scheduler.configure_scheduler_process"
 
+_LOG_SIGNATURES: Signatures = {
+    "sglang.srt.managers.scheduler": {
+        "configure_scheduler_process": (
+            *("server_args", "gpu_id"),
+            *("display_tp_rank", "display_dp_rank", "display_moe_ep_rank"),
+        )
+    }
+}
 # Parameters of SGLang's functions that the hooks wrap. The plugin steps aside if one has changed.
 _SIGNATURES: Signatures = {
     "sglang.srt.layers.quantization.unquant": {"UnquantizedLinearMethod.apply": ("self", "layer", "x", "bias")},
@@ -58,6 +66,7 @@ _SIGNATURES: Signatures = {
         "GroupCoordinator.all_gather": ("self", "input_", "dim", "output_tensor_list"),
         "is_shm_available": ("dtype", "world_size", "local_size"),
     },
+    **_LOG_SIGNATURES,
     "sglang.srt.utils": {"is_cpu": (), "use_intel_amx_backend": ("layer",)},
     "sglang.srt.plugins.hook_registry": {"HookRegistry.register": ("target", "hook", "hook_type", "source")},
 }
@@ -70,6 +79,8 @@ def register() -> None:
     except ImportError:
         return  # an SGLang before its plugins, which does not call this function
     if reason := _reason_off():
+        if find_change(_LOG_SIGNATURES):
+            return  # no moment is known at which the log is ready
         line = f"fused_tp: off, because {reason}."
     else:
         line = (
@@ -151,6 +162,7 @@ def _make_norm_hook(eps_name: str, weight_offset: float) -> Callable[..., Any]:
             or getattr(norm, "variance_size_override", None) is not None
             or getattr(norm, "override_orig_dtype", None) is not None
             or getattr(norm, "fp32_residual", False)
+            or (getattr(norm, "cast_x_before_out_mul", False) and x.dtype.itemsize < 4)  # it rounds twice
             or not supports_rms_norm(x, weight, residual)
         ):
             return original(norm, x, residual, *args, **kw)

@@ -31,10 +31,11 @@ def reachable_nodes(t: Tensor, *, stop_nodes: Collection[Any] = ()) -> set[Any]:
 
 def leaf_tensors(nodes: Iterable[Any]) -> list[Tensor]:
     """Tensors whose gradients a backward through `nodes` accumulates."""
-    return [node.variable for node in nodes if _is_leaf(node)]
+    return [node.variable for node in nodes if is_leaf(node)]
 
 
-def _is_leaf(node: Any) -> bool:
+def is_leaf(node: Any) -> bool:
+    """Return True if `node` accumulates the gradient of a leaf."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
@@ -85,7 +86,7 @@ class HeadOutputs:
         if not (self.is_available and t.requires_grad):
             return True
         other_nodes = reachable_nodes(t, stop_nodes=self.nodes).difference(self.nodes)
-        sequence_nrs = (node._sequence_nr() for node in other_nodes if not _is_leaf(node))
+        sequence_nrs = (node._sequence_nr() for node in other_nodes if not is_leaf(node))
         return not any(
             self._first_sequence_nr <= sequence_nr
             and (self._last_sequence_nr is None or sequence_nr < self._last_sequence_nr)

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import mesh_of
@@ -21,6 +23,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 PROMPTS = [[3, 5, 7, 9, 11][: 2 + index % 3] * (1 + index) for index in range(6)]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+MLP = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
 GREEDY = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
@@ -56,6 +59,19 @@ def test_batches(group: dist.ProcessGroup, kind: str, sequence_parallel: bool) -
         whole = make_model(kind, **({} if kind in ("gpt2", "phi3") else HEADS)).eval()
         model = parallelize(copy.deepcopy(whole), mesh_of(group, 1, 4)["tp"], sequence_parallel=sequence_parallel)
         assert generated(copy.deepcopy(model)) == generated(model) == generated(whole)
+
+
+@on_ranks(4)
+def test_heads_of_a_plan_and_of_strided_ranks(group: dist.ProcessGroup) -> None:
+    """A plan of MLPs leaves the cache whole; ranks that are no neighbours would sample with different seeds."""
+    with quiet():
+        whole = make_model("gemma3_text").eval()
+        plan = {f"model.layers.*.mlp.{name}_proj": style for name, style in MLP.items()}
+        assert generated(parallelize(copy.deepcopy(whole), mesh_of(group, 1, 4)["tp"], plan=plan)) == generated(whole)
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("tp", "dp"))
+        model = parallelize(make_model("llama").eval(), mesh["tp"])
+        with pytest.raises(ValueError, match="needs tensor parallel ranks that are neighbours"):
+            generated(model)
 
 
 @on_ranks(4)

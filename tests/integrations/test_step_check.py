@@ -661,6 +661,56 @@ def test_trainable_tensors_outside_of_the_model(group: dist.ProcessGroup) -> Non
             assert adapter.grad is not None
 
 
+def use_callers_graph(model: nn.Module, a: Tensor) -> None:
+    scale = (a * 2).exp()  # computed before the call, by a graph that can run once
+    model.embed.register_forward_hook(lambda module, args, output: output * scale * a)
+
+
+def use_reentrant_checkpoint(model: nn.Module, a: Tensor) -> None:
+    model.embed.register_forward_hook(lambda module, args, output: checkpoint(torch.mul, output, a, use_reentrant=True))
+    model.head.register_forward_hook(lambda module, args, output: output * a)
+
+
+def use_multi_grad_hook(model: nn.Module, a: Tensor) -> None:
+    torch.autograd.graph.register_multi_grad_hook([*model.parameters()], lambda grads: None)
+    model.embed.register_forward_hook(lambda module, args, output: output * a)
+
+
+def use_sparse_gradient(model: nn.Module, a: Tensor) -> None:
+    ids = torch.zeros(1, dtype=torch.long)
+    model.embed.register_forward_hook(lambda m, x, output: output * F.embedding(ids, a, sparse=True)[0])
+
+
+def use_hook_on_gradient(model: nn.Module, a: Tensor) -> None:
+    a.register_hook(lambda grad: 2 * grad)
+    model.embed.register_forward_hook(lambda module, args, output: output * a)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [use_callers_graph, use_reentrant_checkpoint, use_multi_grad_hook, use_sparse_gradient, use_hook_on_gradient],
+)
+@on_ranks(2)
+def test_gradients_outside_of_the_model_are_the_callers(
+    group: dist.ProcessGroup, use: Callable[[nn.Module, Tensor], None]
+) -> None:
+    """Comparisons leave the gradients of tensors that hooks use as they are, and log nothing where all is right."""
+    tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 16) % 37
+    for is_frozen in (False, True):
+        gradients = []
+        for verify in ("auto", False):
+            model = parallelize(Block(), tp, plan=PLAN, verify=verify).requires_grad_(not is_frozen)
+            a = torch.full([1, 1], 0.5, requires_grad=True)
+            if not (is_frozen and use is use_multi_grad_hook):
+                use(model, a)
+            with log_lines() as lines:
+                for _ in range(1 if use is use_callers_graph else 2):
+                    (model(tokens).square().mean() + 0 * a.sum()).backward()
+            assert not any("is not a parameter of the model, and its gradient differs" in line for line in lines), lines
+            gradients.append(a.grad.to_dense())
+        torch.testing.assert_close(*gradients)
+
+
 @on_ranks(2)
 def test_parameters_that_are_frozen_at_first(group: dist.ProcessGroup) -> None:
     """A gradient that exists from the fifth step on is compared in that step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,14 +151,15 @@ def start_engine(
 
 
 def _worker_processes(worker_title: str) -> Iterator[tuple[int, int]]:
-    """Yield (rank, process) of each worker, whose title is `worker_title` and its rank."""
+    """Yield (rank, process) of each worker, whose title begins with `worker_title`."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_text().strip("\0")
         except OSError:
             continue  # it has ended meanwhile
         if title.startswith(worker_title):
-            yield int(title.removeprefix(worker_title).split("_")[0]), int(folder.name)
+            rank = re.search(r"_TP(\d+)", title)
+            yield int(rank[1]) if rank else 0, int(folder.name)
 
 
 def _is_descendant(pid: int, ancestor: int) -> bool:

@@ -74,7 +74,7 @@ from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mo
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node_number
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs, has_distributed_experts
-from fused_tp.parallelizing.graph import REENTRANT_NODE, leaf_tensors, reachable_nodes
+from fused_tp.parallelizing.graph import REENTRANT_NODE, is_leaf, leaf_tensors, reachable_nodes
 from fused_tp.parallelizing.outputs import find_tensors, iterate_numbers
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding
 
@@ -121,7 +121,7 @@ class StepCheck:
             tuple(meshes),
             unsharded_model,
         )
-        self.calls = 0
+        self.calls = self.frozen_calls = 0
         self.evaluations = self.evaluations_since_training = 0  # calls without gradients
         self._evaluations_to_compare = _MAX_EVALUATIONS
         self.is_compared = False  # True if the running call has been compared
@@ -153,7 +153,11 @@ class StepCheck:
             if not self.calls:
                 self._report_skipped("it runs in an activation checkpoint with use_reentrant=True")
             return
-        self.calls += 1  # also of a frozen model: a hook may use trainable tensors outside of it
+        is_trained = any(p.requires_grad for p in model.parameters())
+        if not (is_trained or any(t.requires_grad for t in find_tensors((args, kwargs)))):
+            self._compare_frozen(model, args, kwargs)
+            return
+        self.calls += 1
         self.evaluations_since_training = 0
         trainable = tuple(p.requires_grad for p in model.parameters())
         is_repetition = is_repetition_due(self.calls) or (trainable not in self._trainable and is_repetition_due(1))
@@ -186,6 +190,21 @@ class StepCheck:
                 remember_code(model)
             return
         self._report_skipped(reason)
+
+    def _compare_frozen(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare a step of a model without trainable parameters if a hook uses trainable tensors outside of it."""
+        self.frozen_calls += 1
+        if not is_repetition_due(self.frozen_calls):
+            return
+        arguments = self._named_arguments(args, kwargs)
+        reports = gather_over_meshes(
+            self.meshes, "a step of a frozen model", self._reason_not_comparable(model, arguments)
+        )
+        if any(reports):
+            return
+        comparison = _StepComparison(self, model, args, kwargs, arguments)
+        if any(gather_over_meshes(self.meshes, "outputs that require gradients", comparison.requires_gradients())):
+            comparison.compare()
 
     def _compare_evaluation(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the outputs of a call without gradients, if its arguments or conditions are new."""
@@ -414,6 +433,12 @@ class _StepComparison:
         if self.cp is not None and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
             self.token_mask = mask.bool()
 
+    def requires_gradients(self) -> bool:
+        """Run the sharded model; return True if an output requires gradients that the comparison can compute."""
+        with isolated_passes(self.model, self.mode):
+            outputs = [t for t in self._run() if t.requires_grad]
+        return bool(outputs) and not has_reentrant_checkpoint(outputs)
+
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         known_shapes = self.check.output_shapes
@@ -462,7 +487,8 @@ class _StepComparison:
             known_shapes.pop(key)
             return "its outputs have other shapes than in an equal call before"
         self._compare_variables(unsharded_step, variables)
-        self._compare_outside_gradients(gradients)
+        parameter_norm = sum(norm**2 for _, norm in (expected_gradients or {}).values() if norm < inf) ** 0.5
+        self._compare_outside_gradients(gradients, parameter_norm)
         errors: dict[str, float] = {}
         gradient_error: float | None = None
         if expected_gradients is not None and gradients is not None:
@@ -583,13 +609,14 @@ class _StepComparison:
             self.mode, description, variables = mode, "the unsharded", dict[VariableId, Any]()
             try:
                 with self._unsharded(variables) as drew_random:
+                    first_number = torch.autograd._get_sequence_nr()
                     with _time_limit(self.model, TIME_LIMIT_SECONDS):
                         outputs = self._run()
                     description = "backward of the unsharded"
                     variables |= self._buffer_values(written_only=True) | self._returned_numbers
                     weights = _output_weights(shapes, outputs, self.token_mask)
                     # Inside this context, which restores buffers on exit: backward may read them.
-                    self.outside_leaves = self._find_outside_leaves(outputs, weights)
+                    self.outside_leaves = self._find_outside_leaves(outputs, weights, first_number)
                     gradients = self._gradients(outputs, weights, parameters | self.input_copies | self.outside_leaves)
             except TooLongError:
                 return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this batch"
@@ -647,11 +674,31 @@ class _StepComparison:
             return None  # DDP would reduce the gradients of a backward pass
         return dict(zip(parameters, gradients_of([total], [*parameters.values()]), strict=True))
 
-    def _find_outside_leaves(self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Return the leaves of the unsharded model's graph that are neither parameters nor arguments, by name."""
-        known_ids = {id(t) for t in (*self.full_parameters.values(), *self.input_copies.values())}
-        nodes = {node for i in weights for node in reachable_nodes(outputs[i])} if self.has_gradients else set()
-        leaves = [t for t in leaf_tensors(nodes) if id(t) not in known_ids]
+    def _find_outside_leaves(
+        self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor], first_number: int
+    ) -> dict[str, Tensor]:
+        """Return the leaves of the unsharded model's graph that are neither parameters nor arguments, by name.
+
+        Without those that the caller's own graph reaches, the nodes before `first_number`: its backward can run only
+        once. Without those with hooks, which may sum gradients over the ranks.
+        """
+        if not self.has_gradients or has_reentrant_checkpoint([outputs[i] for i in weights]):
+            return {}
+        nodes = {node for i in weights for node in reachable_nodes(outputs[i])}
+        callers_nodes = {
+            node
+            for first in nodes
+            if not is_leaf(first) and first._sequence_nr() < first_number
+            for node in (first, *(successor for successor, _ in first.next_functions))
+        }
+        excluded_ids = {
+            id(t) for t in (*self.full_parameters.values(), *self.input_copies.values(), *leaf_tensors(callers_nodes))
+        }
+        leaves = [
+            t
+            for t in leaf_tensors(nodes)
+            if id(t) not in excluded_ids and type(t) in (Tensor, nn.Parameter) and not t._backward_hooks
+        ]
         return {f"tensor {index} outside of the model": t for index, t in enumerate(leaves)}
 
     def _small_buffers(self) -> dict[str, Tensor]:
@@ -705,18 +752,23 @@ class _StepComparison:
                 names[0],
             )
 
-    def _compare_outside_gradients(self, gradients: dict[str, Tensor | None] | None) -> None:
+    def _compare_outside_gradients(self, gradients: dict[str, Tensor | None] | None, parameter_norm: float) -> None:
         """Log the shape of the first leaf outside of the model with another gradient than without sharding.
 
-        A collective call. It removes these leaves from `gradients`.
+        A collective call. It removes these leaves from `gradients`. `parameter_norm`: norm of all gradients of
+        parameters; a gradient far below it may be rounding.
         """
         different_shapes = []
+        outside = {name: t for name, t in self.outside_gradients.items() if t is not None and not t.is_sparse}
+        total_norm = sum(two_norm(t) ** 2 for t in outside.values()) ** 0.5
         for name, leaf in self.outside_leaves.items():
-            expected, actual = self.outside_gradients.get(name), None if gradients is None else gradients.pop(name)
-            if expected is not None and gradients is not None:
-                actual = torch.zeros_like(expected) if actual is None else actual
-                if two_norm(actual - expected) > _MAX_OUTSIDE_ERROR * two_norm(expected):
-                    different_shapes.append(list(leaf.shape))
+            expected, actual = outside.get(name), None if gradients is None else gradients.pop(name)
+            if expected is None or gradients is None or self.is_routed:
+                continue
+            actual = torch.zeros_like(expected) if actual is None else actual
+            norm = max(two_norm(expected), self.norm_share * max(total_norm, parameter_norm))
+            if two_norm(actual - expected) > _MAX_OUTSIDE_ERROR * norm:
+                different_shapes.append(list(leaf.shape))
         reports = gather_over_meshes(self.check.meshes, "gradients outside of the model", different_shapes)
         if any(reports):
             shape = next(shapes[0] for shapes in reports if shapes)
@@ -910,8 +962,10 @@ def gradients_of(
     They include what a reentrant checkpoint, or another autograd function of the model, accumulates into `grad` by a
     backward pass of its own.
     """
-    with separate_grads(parameters):
-        if has_reentrant_checkpoint(roots) or has_multi_grad_hook(parameters):  # no support for torch.autograd.grad
+    runs_backward = has_reentrant_checkpoint(roots) or has_multi_grad_hook(parameters)  # no torch.autograd.grad
+    leaves = [t for root in roots for t in leaf_tensors(reachable_nodes(root))] if runs_backward else []
+    with separate_grads([*{id(t): t for t in (*parameters, *leaves)}.values()]):
+        if runs_backward:
             torch.autograd.backward(roots, root_gradients)
             return [p.grad for p in parameters]
         gradients = torch.autograd.grad(roots, parameters, root_gradients, allow_unused=True)

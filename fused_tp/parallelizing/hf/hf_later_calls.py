@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import implicit_replication
 
+from fused_tp.nn.linear import ColumnParallelLinear
 from fused_tp.nn.sharding import parameters_as_dtensors
-from fused_tp.parallelizing.layers import holds_sharded_heads
+from fused_tp.parallelizing.shard_plan import HEAD_PROJECTIONS
 
 
 def adapt_later_calls(model: nn.Module) -> None:
@@ -33,14 +35,31 @@ def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh) -> None:
     """
     if tp_mesh.size() == 1:
         return
+    ranks = dist.get_process_group_ranks(tp_mesh.get_group())
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
+        model.init_continuous_batching = partial(_refuse_continuous_batching, ranks)
+        return
     # A mesh without names is taken for that of the tensor parallel ranks, whatever ours is called.
     model._device_mesh = DeviceMesh.from_group(tp_mesh.get_group(), tp_mesh.device_type)
     # The paged cache has 1 / size of the heads if the plan names these two layers. Ours may shard other layers: one for
     # q, k and v, or those of a model without a plan in transformers.
     names = [f"layers.*.self_attn.{name}" for name in ("k_proj", "v_proj")]
     other_layers = {name: style for name, style in (model._tp_plan or {}).items() if not name.endswith(tuple(names))}
-    is_sharded = any(holds_sharded_heads(m) for m in model.modules() if hasattr(m, "layer_idx"))
+    is_sharded = any(
+        isinstance(module, ColumnParallelLinear)
+        and not module.gather_output
+        and name.rpartition(".")[2] in HEAD_PROJECTIONS
+        for name, module in model.named_modules()
+    )
     model._tp_plan = {**other_layers, **(dict.fromkeys(names, "colwise") if is_sharded else {})}
+
+
+def _refuse_continuous_batching(ranks: list[int], *args: Any, **keywords: Any) -> None:
+    # transformers seeds each rank by its global rank // tp size, and each rank samples for itself.
+    raise ValueError(
+        f"continuous batching needs tensor parallel ranks that are neighbours, and these are the global ranks {ranks}. "
+        "Make the tensor parallel dim the last dim of the mesh, as fused_tp.make_mesh does."
+    )
 
 
 def _init_weights(model: Any, module: nn.Module) -> None:

@@ -398,7 +398,8 @@ class TransformersSequenceSharding(SequenceSharding):
     def check_arguments(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if not self.parallelism.shards_sequence:
             return RowMasks()
-        self._check_attention()
+        if self.parallelism.cp_mesh is not None or arguments.get("cache") is None:  # generate_batch() sets its own
+            self._check_attention()
         for name in PER_TOKEN_OUTPUTS:
             argument = arguments.get(name)
             is_supported = name == "output_router_logits" and self._returns_router_logits
@@ -430,8 +431,7 @@ class TransformersSequenceSharding(SequenceSharding):
     def _check_attention(self) -> None:
         """Raise ValueError if the attention was changed after `adapt`: it would see this rank's tokens only."""
         for config, replacement in self._attention_names:
-            # generate_batch() sets "paged|eager", whose masks are its own.
-            if config._attn_implementation.removeprefix("paged|") != replacement:
+            if config._attn_implementation != replacement:
                 raise ValueError(
                     f"The model's attention was set to {config._attn_implementation!r} after parallelize, which needs "
                     f"{replacement!r} to attend over ranks. Set it before parallelize, or set it back to "
