@@ -139,7 +139,7 @@ $(SERVING)/installed: constraints.txt pyproject.toml | $(VENV)/installed
 	$(SERVING)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
-# SGLang in a folder beside vLLM, with what its Python imports for text models. Its own requirements are for CUDA.
+# SGLang in a folder beside vLLM, with the packages that it imports for text models. Its own requirements are for CUDA.
 SGLANG_PATH := $(SERVING)/sglang
 $(SERVING)/installed-sglang: $(SERVING)/installed
 	$(SERVING)/bin/python -m pip install -q --no-deps --upgrade --target $(SGLANG_PATH) "$(SGLANG)" \

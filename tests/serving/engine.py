@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -79,6 +80,15 @@ class Engine:
         self._write({"prompts": prompts, "new_tokens": 1000, "cancel_after": cancel_after})
         return self._read()
 
+    def check_cancelled_requests(self, prompts: list[int]) -> None:
+        """Check that requests that are cancelled in flight leave tokens of others as they are, and nothing behind."""
+        numbers = random.Random(0)
+        wanted = self.run(prompts, 16)["tokens"]
+        for _ in range(10):
+            tokens = self.run_cancelled(prompts, [numbers.randint(1, 40) for _ in prompts])["tokens"]
+            assert all(a[:16] == b[: len(a)] for a, b in zip(tokens, wanted, strict=True))
+        assert self.run(prompts, 16)["tokens"] == wanted
+
     def send(self, prompts: list[int], new_tokens: int) -> None:
         """Request a run without waiting for the reply."""
         self._write({"prompts": prompts, "new_tokens": new_tokens})
@@ -113,6 +123,14 @@ class Engine:
         assert line, f"the engine ended: {self.log.read_text()[-3000:]}"
         reply: dict[str, Any] = json.loads(line)
         return reply
+
+
+def run_on_ranks(script: str, num_ranks: int) -> None:
+    """Run a script of this folder on ranks; raise AssertionError with its output if it fails."""
+    path = str(Path(__file__).with_name(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @contextmanager

@@ -6,15 +6,13 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
-from tests.serving.engine import CONFIGS, save_model, start_engine
+from tests.serving.engine import CONFIGS, run_on_ranks, save_model, start_engine
 
 pytestmark = pytest.mark.serving
 
@@ -76,22 +74,13 @@ def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
 
 
 def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:
-    """Requests that are cancelled in flight leave the tokens of others as they are, and nothing behind."""
-    numbers = random.Random(0)
     with start_engine(llama, tmp_path, "--dtype", "float32") as engine:
-        wanted = engine.run(PROMPTS, 16)["tokens"]
-        for _ in range(10):
-            tokens = engine.run_cancelled(PROMPTS, [numbers.randint(1, 40) for _ in PROMPTS])["tokens"]
-            assert all(a[:16] == b[: len(a)] for a, b in zip(tokens, wanted, strict=True))
-        assert engine.run(PROMPTS, 16)["tokens"] == wanted
+        engine.check_cancelled_requests(PROMPTS)
 
 
 def test_collectives() -> None:
-    """Each collective gives what vLLM's gives, on three ranks that are not the world."""
-    script = str(Path(__file__).with_name("collectives.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Each collective gives the result of vLLM's, on three ranks that are not the world."""
+    run_on_ranks("vllm_collectives.py", 4)
 
 
 def test_memory(llama: Path, tmp_path: Path) -> None:

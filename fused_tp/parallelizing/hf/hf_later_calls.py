@@ -44,7 +44,11 @@ def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh) -> None:
     # The paged cache has 1 / size of the heads if the plan names these two layers. Ours may shard other layers: one for
     # q, k and v, or those of a model without a plan in transformers.
     names = [f"layers.*.self_attn.{name}" for name in ("k_proj", "v_proj")]
-    other_layers = {name: style for name, style in (model._tp_plan or {}).items() if not name.endswith(tuple(names))}
+    other_layers = {
+        name: style
+        for name, style in (getattr(model, "_tp_plan", None) or {}).items()
+        if not name.endswith(tuple(names))
+    }
     is_sharded = any(
         isinstance(module, ColumnParallelLinear)
         and not module.gather_output

@@ -1,4 +1,4 @@
-"""Compare the plugin's communicator with vLLM's on each rank: python -m torch.distributed.run ... collectives.py."""
+"""Compare the plugin's communicator with vLLM's: python -m torch.distributed.run ... vllm_collectives.py."""
 
 from __future__ import annotations
 
