@@ -33,6 +33,7 @@ from fused_tp.parallelizing.forward_shard import LayerState, unsharded_state
 from fused_tp.parallelizing.readers import find_read_parameters
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 from fused_tp.parallelizing.shard_plan import (
+    HEAD_PROJECTIONS,
     STYLES,
     UNSHARDED_STYLE,
     ShardingPlan,
@@ -367,6 +368,16 @@ def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Te
 def holds_sharded_heads(attention: nn.Module) -> bool:
     """True if the TP ranks hold different heads of the attention module."""
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
+
+
+def shards_key_value_heads(model: nn.Module) -> bool:
+    """True if an attention module of `model` computes the keys of this rank's heads only."""
+    return any(
+        isinstance(module, ColumnParallelLinear)
+        and not module.gather_output
+        and name.rpartition(".")[2] in HEAD_PROJECTIONS
+        for name, module in model.named_modules()
+    )
 
 
 def _replace_module(old_module: nn.Module, new_module: nn.Module, references: Sequence[tuple[nn.Module, str]]) -> None:

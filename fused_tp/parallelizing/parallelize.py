@@ -20,6 +20,7 @@ from fused_tp.nn.sharding import packed_dims, plain_parameters_
 from fused_tp.ops.arguments import check_bool
 from fused_tp.parallelizing.attribute_names import PARALLELISM_ATTRIBUTE, SHARDING_ATTRIBUTE
 from fused_tp.parallelizing.checks.batch_check import BatchCheck
+from fused_tp.parallelizing.checks.cache_reads import watch_cache_reads
 from fused_tp.parallelizing.checks.gradient_check import GradientCheck
 from fused_tp.parallelizing.checks.loss_check import LossCheck
 from fused_tp.parallelizing.checks.model_check import (
@@ -567,6 +568,7 @@ def _add_hooks(
         restore_hook_order(model._forward_pre_hooks)
     if parallelism.tp_mesh is not None:
         model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
+        watch_cache_reads(model, parallelism.tp_mesh)
     syncs = [] if sequence.gradient_sync is None else [sequence.gradient_sync]
     if options.separate_ep_mesh is not None and parallelism.grad_sync:
         syncs.append(GradientSync(options.separate_ep_mesh, takes_mean=True))

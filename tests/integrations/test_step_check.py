@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -759,6 +760,28 @@ def test_caches_in_outputs_are_not_compared(group: dist.ProcessGroup) -> None:
     model.__class__ = Smoothed
     parallelize(model, mesh_of(group, 1, 2)["tp"], verify=True)
     assert model(make_tokens(1, 4)).past_key_values is not None
+
+
+@pytest.mark.parametrize("how", ["layers", "iterated", "given"])
+@on_ranks(2)
+def test_reads_of_cache_layers(group: dist.ProcessGroup, how: str) -> None:
+    """Norms over the keys of this rank's heads, which no output shows; generate() and copies are silent."""
+    transformers = pytest.importorskip("transformers")
+    model, tokens = parallelize(llama(), mesh_of(group, 1, 2)["tp"]).eval(), make_tokens(2, 6)
+    with log_lines() as lines, torch.no_grad():
+        cache = transformers.DynamicCache() if how == "given" else None
+        cache = model(tokens, past_key_values=cache, use_cache=True).past_key_values
+        out = model.generate(tokens, max_new_tokens=4, do_sample=False, num_beams=2, return_dict_in_generate=True)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(out.past_key_values)))
+        assert type(copied.layers) is list and copied.get_seq_length() == cache.get_seq_length() + 3
+        assert not lines
+        for _ in range(2):
+            if how == "iterated":
+                assert [keys.shape[1] for keys, *_ in cache] == [1, 1]
+            else:
+                assert cache.layers[-1].keys.shape[1] == 1
+    assert [line for line in lines if "test_step_check.py" in line and "heads of this rank" in line] == lines
+    assert len(lines) == (group.rank() == 0)
 
 
 @on_ranks(2)

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fused_tp.nn.linear import ColumnParallelLinear
 from fused_tp.nn.sharding import parameters_as_dtensors
-from fused_tp.parallelizing.shard_plan import HEAD_PROJECTIONS
+from fused_tp.parallelizing.layers import shards_key_value_heads
 
 
 def adapt_later_calls(model: nn.Module) -> None:
@@ -49,13 +48,7 @@ def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh) -> None:
         for name, style in (getattr(model, "_tp_plan", None) or {}).items()
         if not name.endswith(tuple(names))
     }
-    is_sharded = any(
-        isinstance(module, ColumnParallelLinear)
-        and not module.gather_output
-        and name.rpartition(".")[2] in HEAD_PROJECTIONS
-        for name, module in model.named_modules()
-    )
-    model._tp_plan = {**other_layers, **(dict.fromkeys(names, "colwise") if is_sharded else {})}
+    model._tp_plan = {**other_layers, **(dict.fromkeys(names, "colwise") if shards_key_value_heads(model) else {})}
 
 
 def _refuse_continuous_batching(ranks: list[int], *args: Any, **keywords: Any) -> None:
