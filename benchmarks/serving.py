@@ -10,11 +10,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,7 +25,7 @@ from typing import Any
 from .results import this_machine, versions, write_atomically
 
 DEFAULT_ROUNDS = 5
-_END_SECONDS = 60.0  # then an engine is killed
+_END_SECONDS = 60.0  # after which an engine that was told to end is killed
 _HIDDEN_2048 = {"hidden_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
@@ -79,7 +81,7 @@ WORKLOADS = (
 )
 
 
-def engine_environment(engine: str, ranks: int, has_plugin: bool) -> dict[str, str]:
+def _engine_environment(engine: str, ranks: int, has_plugin: bool) -> dict[str, str]:
     """Return variables for `engine` ("vllm" or "sglang") with a core for each of `ranks` ranks."""
     cores = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:ranks])
     switch = str(int(has_plugin))
@@ -91,75 +93,97 @@ def engine_environment(engine: str, ranks: int, has_plugin: bool) -> dict[str, s
 
 
 class Engine:
-    """One engine in a process of its own (benchmarks.serving_engine)."""
+    """One engine in a process of its own (benchmarks.serving_engine); `log` is the file of its standard error."""
 
-    def __init__(self, model: Path, has_plugin: bool, arguments: argparse.Namespace) -> None:
-        environment = engine_environment(arguments.engine, arguments.ranks, has_plugin)
-        command = [sys.executable, "-m", f"{__package__}.serving_engine", str(model), "--ranks", str(arguments.ranks)]
-        command += ["--engine", arguments.engine, "--dummy", "--dtype", arguments.dtype]
-        command += ["--compile"] * arguments.compile
-        with (arguments.out / f"engine-{'plugin' if has_plugin else 'stock'}.log").open("w") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=dict(os.environ) | environment,
-                cwd=Path(__file__).parents[len(str(__package__).split("."))],  # of the package
-                text=True,
-            )
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process, self.log = process, log
         self.start_seconds: float = self._read()["start"]
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the reply."""
+    def run(self, prompts: Sequence[int], new_tokens: int, **options: Any) -> dict[str, Any]:
+        """Generate for prompts of these lengths; see benchmarks.serving_engine for `options` and the reply."""
+        self.send(prompts=prompts, new_tokens=new_tokens, **options)
+        return self._read()
+
+    def describe_workers(self) -> dict[str, list[int]]:
+        """Return the bytes of memory ("memory") and the number of threads ("threads") of each worker."""
+        self.send(processes=True)
+        return self._read()
+
+    def send(self, **request: Any) -> None:
+        """Send a request without waiting for the reply."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise RuntimeError("An engine has ended; its log is beside the results.")
+            raise RuntimeError(f"An engine has ended. The end of its log, {self.log}:\n{self.log.read_text()[-3000:]}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
 
 @contextmanager
-def _engine(model: Path, has_plugin: bool, arguments: argparse.Namespace) -> Iterator[Engine]:
-    engine = Engine(model, has_plugin, arguments)
+def start_engine(
+    model: Path,
+    log: Path,
+    *options: str,
+    name: str = "vllm",
+    ranks: int = 2,
+    has_plugin: bool = True,
+    **environment: str,
+) -> Iterator[Engine]:
+    """Context manager of an engine of vLLM or SGLang with `ranks` ranks, a core each.
+
+    Args:
+        options: of benchmarks.serving_engine.
+        environment: further variables of its environment.
+    """
+    command = [sys.executable, "-m", f"{__package__}.serving_engine", str(model), "--engine", name]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--ranks", str(ranks), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=dict(os.environ) | _engine_environment(name, ranks, has_plugin) | environment,
+            cwd=Path(__file__).parents[len(str(__package__).split("."))],  # of the package
+            text=True,
+            start_new_session=True,
+        )
     try:
-        yield engine
+        yield Engine(process, log)
+        assert process.stdin is not None
+        process.stdin.close()  # the engine ends at the end of its input
+        process.wait(_END_SECONDS)
     finally:
-        assert engine.process.stdin is not None
-        engine.process.stdin.close()  # at the end of its input, the engine ends
-        try:
-            engine.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            engine.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return start-up times, memory, and for each workload times, ratios and whether tokens are equal."""
     result: dict[str, Any] = {"model": model.name, "workloads": {}}
-    with ExitStack() as stack:
-        plugin = stack.enter_context(_engine(model, True, arguments))
-        stock = stack.enter_context(_engine(model, False, arguments))
+    options = ["--dummy", "--dtype", arguments.dtype, *["--compile"] * arguments.compile]
+    start = partial(start_engine, name=arguments.engine, ranks=arguments.ranks)
+    with (
+        start(model, arguments.out / "engine-plugin.log", *options) as plugin,
+        start(model, arguments.out / "engine-stock.log", *options, has_plugin=False) as stock,
+    ):
         result["start_seconds"] = {"plugin": plugin.start_seconds, "stock": stock.start_seconds}
         for workload in WORKLOADS:
             if not re.search(arguments.case, workload.name):
                 continue
-            request = {"prompts": workload.prompts, "new_tokens": workload.new_tokens}
             pairs = []
             for round_index in range(arguments.rounds + 1):
                 replies = {}
                 for engine in (plugin, stock) if round_index % 2 else (stock, plugin):
-                    replies[engine] = engine.ask(**request)
+                    replies[engine] = engine.run(workload.prompts, workload.new_tokens)
                 if round_index:  # the first warms up
                     pairs.append((replies[plugin], replies[stock]))
             result["workloads"][workload.name] = summary = _summarize(workload, pairs)
             print(f"{workload.name}: {_format_summary(summary)}", flush=True)
-        result["workers"] = {"plugin": plugin.ask(processes=True), "stock": stock.ask(processes=True)}
+        result["workers"] = {"plugin": plugin.describe_workers(), "stock": stock.describe_workers()}
     return result
 
 

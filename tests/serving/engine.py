@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from benchmarks.serving import engine_environment
+from benchmarks import serving
+from benchmarks.serving import Engine
 from benchmarks.serving_engine import WORKER_TITLES
 
 _SIZES = {
@@ -63,66 +63,49 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
-class Engine:
-    """One engine in a process of its own; `log` is the file with what it writes to stderr."""
+@contextmanager
+def start_engine(model: Path, folder: Path, *options: str, **keywords: Any) -> Iterator[Engine]:
+    """Context manager of an engine that writes its log to `folder`; see benchmarks.serving.start_engine."""
+    environment = {"VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
+    with serving.start_engine(
+        model, folder / f"engine-{time.monotonic_ns()}.log", *options, **environment | keywords
+    ) as engine:
+        yield engine
 
-    def __init__(self, process: subprocess.Popen[str], log: Path, name: str) -> None:
-        self.process, self.log, self.name = process, log, name
-        self.start_seconds = self._read()["start"]
 
-    def run(self, prompts: list[int], new_tokens: int) -> dict[str, Any]:
-        """Generate for prompts of these lengths; see benchmarks.serving_engine."""
-        self.send(prompts, new_tokens)
-        return self._read()
+def check_cancelled_requests(engine: Engine, prompts: list[int]) -> None:
+    """Check that requests that are cancelled in flight leave tokens of others as they are, and nothing behind."""
+    numbers = random.Random(0)
+    wanted = engine.run(prompts, 16)["tokens"]
+    for _ in range(10):
+        tokens = engine.run(prompts, 1000, cancel_after=[numbers.randint(1, 40) for _ in prompts])["tokens"]
+        assert all(a[:16] == b[: len(a)] for a, b in zip(tokens, wanted, strict=True))
+    assert engine.run(prompts, 16)["tokens"] == wanted
 
-    def run_cancelled(self, prompts: list[int], cancel_after: list[int]) -> dict[str, Any]:
-        """Generate, and cancel each request after this number of its tokens."""
-        self._write({"prompts": prompts, "new_tokens": 1000, "cancel_after": cancel_after})
-        return self._read()
 
-    def check_cancelled_requests(self, prompts: list[int]) -> None:
-        """Check that requests that are cancelled in flight leave tokens of others as they are, and nothing behind."""
-        numbers = random.Random(0)
-        wanted = self.run(prompts, 16)["tokens"]
-        for _ in range(10):
-            tokens = self.run_cancelled(prompts, [numbers.randint(1, 40) for _ in prompts])["tokens"]
-            assert all(a[:16] == b[: len(a)] for a, b in zip(tokens, wanted, strict=True))
-        assert self.run(prompts, 16)["tokens"] == wanted
+def worker_of(engine: Engine, rank: int) -> int:
+    """Return the process of a rank of `engine`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_text().strip("\0")
+        except OSError:
+            continue  # it has ended meanwhile
+        if title.startswith(tuple(WORKER_TITLES.values())) and _is_descendant(int(folder.name), engine.process.pid):
+            named_rank = re.search(r"_TP(\d+)", title)
+            if rank == (int(named_rank[1]) if named_rank else 0):
+                return int(folder.name)
+    raise AssertionError(f"the engine has no rank {rank}")
 
-    def send(self, prompts: list[int], new_tokens: int) -> None:
-        """Request a run without waiting for the reply."""
-        self._write({"prompts": prompts, "new_tokens": new_tokens})
 
-    def describe_workers(self) -> dict[str, list[int]]:
-        """Return the bytes of memory ("memory") and the number of threads ("threads") of each worker."""
-        self._write({"processes": True})
-        return self._read()
-
-    def workers(self) -> dict[int, int]:
-        """Return the process of each rank."""
-        found = {}
-        for rank, pid in _worker_processes(WORKER_TITLES[self.name]):
-            if _is_descendant(pid, self.process.pid):
-                found[rank] = pid
-        return found
-
-    def seconds_to_end(self, timeout: float) -> float:
-        """Wait for the end of the engine's process, and return how long that took."""
-        start = time.monotonic()
-        self.process.wait(timeout)
-        return time.monotonic() - start
-
-    def _write(self, request: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended: {self.log.read_text()[-3000:]}"
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+def kill_worker(engine: Engine, rank: int) -> str:
+    """Kill a rank of a working engine, check that the engine ends within seconds, and return its log."""
+    prompts = [5 + 11 * index for index in range(20)]
+    engine.run(prompts, 4)
+    engine.send(prompts=prompts, new_tokens=2000)
+    time.sleep(random.random())
+    os.kill(worker_of(engine, rank), signal.SIGKILL)
+    engine.process.wait(30)
+    return engine.log.read_text()
 
 
 def run_on_ranks(script: str, num_ranks: int) -> None:
@@ -131,53 +114,6 @@ def run_on_ranks(script: str, num_ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@contextmanager
-def start_engine(
-    model: Path,
-    folder: Path,
-    *arguments: str,
-    name: str = "vllm",
-    ranks: int = 2,
-    has_plugin: bool = True,
-    **environment: str,
-) -> Iterator[Engine]:
-    """Context manager of an engine of vLLM or SGLang with `ranks` ranks, a core each."""
-    log = folder / f"engine-{time.monotonic_ns()}.log"
-    defaults = {**engine_environment(name, ranks, has_plugin), "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.serving_engine", str(model), "--engine", name, "--ranks", str(ranks)]
-    command += arguments
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=dict(os.environ) | defaults | environment,
-            start_new_session=True,
-        )
-    try:
-        yield Engine(process, log, name)
-        assert process.stdin is not None
-        process.stdin.close()  # the engine ends at the end of its input
-        process.wait(60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _worker_processes(worker_title: str) -> Iterator[tuple[int, int]]:
-    """Yield (rank, process) of each worker, whose title begins with `worker_title`."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (folder / "cmdline").read_text().strip("\0")
-        except OSError:
-            continue  # it has ended meanwhile
-        if title.startswith(worker_title):
-            rank = re.search(r"_TP(\d+)", title)
-            yield int(rank[1]) if rank else 0, int(folder.name)
 
 
 def _is_descendant(pid: int, ancestor: int) -> bool:

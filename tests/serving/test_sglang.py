@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sglang")
-from tests.serving.engine import CONFIGS, run_on_ranks, save_model, start_engine
+from tests.serving.engine import CONFIGS, check_cancelled_requests, kill_worker, run_on_ranks, save_model, start_engine
 
 pytestmark = pytest.mark.serving
 
@@ -48,18 +44,14 @@ def test_plugin_that_sglang_does_not_load(llama: Path, tmp_path: Path) -> None:
 def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
     """The engine ends within seconds, and its log names the rank."""
     with start_engine(llama, tmp_path, name="sglang") as engine:
-        engine.run(PROMPTS, 4)
-        engine.send(PROMPTS, 2000)
-        time.sleep(random.random())
-        os.kill(engine.workers()[victim], signal.SIGKILL)
-        assert engine.seconds_to_end(60) < 30
-        # Whoever notices first: the peer that waits in a collective, or in SGLang's own broadcast of requests.
-        assert re.search(rf"rank {victim} died|Connection (reset|closed) by peer", engine.log.read_text())
+        log = kill_worker(engine, victim)
+    # Whoever notices first: the peer that waits in a collective, or in SGLang's own broadcast of requests.
+    assert re.search(rf"rank {victim} died|Connection (reset|closed) by peer", log)
 
 
 def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, "--dtype", "float32", name="sglang") as engine:
-        engine.check_cancelled_requests(PROMPTS)
+        check_cancelled_requests(engine, PROMPTS)
 
 
 def test_hooks_and_collectives() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
-from tests.serving.engine import CONFIGS, run_on_ranks, save_model, start_engine
+from tests.serving.engine import CONFIGS, check_cancelled_requests, kill_worker, run_on_ranks, save_model, start_engine
 
 pytestmark = pytest.mark.serving
 
@@ -64,18 +61,14 @@ def test_plugin_that_vllm_does_not_load(llama: Path, tmp_path: Path) -> None:
 def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
     """The engine ends within seconds, and its log names the rank."""
     with start_engine(llama, tmp_path) as engine:
-        engine.run(PROMPTS, 4)
-        engine.send(PROMPTS, 2000)
-        time.sleep(random.random())
-        os.kill(engine.workers()[victim], signal.SIGKILL)
-        assert engine.seconds_to_end(60) < 30
-        # Whoever notices first: the peer that waits in a collective, or vLLM's monitor of its processes.
-        assert re.search(rf"rank {victim} died|VllmWorker-{victim} died", engine.log.read_text())
+        log = kill_worker(engine, victim)
+    # Whoever notices first: the peer that waits in a collective, or vLLM's monitor of its processes.
+    assert re.search(rf"rank {victim} died|VllmWorker-{victim} died", log)
 
 
 def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, "--dtype", "float32") as engine:
-        engine.check_cancelled_requests(PROMPTS)
+        check_cancelled_requests(engine, PROMPTS)
 
 
 def test_collectives() -> None:
