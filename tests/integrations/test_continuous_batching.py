@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +110,72 @@ def test_requests_and_cancellations(group: dist.ProcessGroup) -> None:
         manager.destroy()
     if group.rank() == 0:
         assert [results.get(f"request {index}") for index in range(len(PROMPTS))] == expected
+
+
+def save_with_tokenizer(folder: Path) -> Any:
+    """Save a model and a tokenizer of words w0, w1, ...; return the model."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {word: index for index, word in enumerate(("<unk>", "</s>", *(f"w{index}" for index in range(60))))}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+    model = make_model("llama", vocab_size=len(words), initializer_range=0.3, **HEADS).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def complete(port: int, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://localhost:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        text: str = json.loads(reply.read())["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.full
+def test_server_over_ranks(tmp_path: Path) -> None:
+    """Requests that arrive at once get the tokens of generate() on one process; at its end all ranks end."""
+    for name in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(name)
+    with quiet():
+        model = save_with_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "fused_tp.integrations.transformers_serve", str(tmp_path), "--port", str(port)]
+    command += ["--cb-num-blocks", "64", "--cb-max-batch-tokens", "64"]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.3)
+        prompts = ["w3 w5 w7", "w9", "w11 w2", "w1 w1 w1 w4 w20"]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            texts = [*pool.map(lambda prompt: complete(port, prompt), prompts)]
+        for prompt, text in zip(prompts, texts, strict=True):
+            tokens = tokenizer(prompt, return_tensors="pt").input_ids
+            wanted = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=1, pad_token_id=1)
+            assert text == tokenizer.decode(wanted[0, tokens.shape[1] :], skip_special_tokens=True), log.read_text()
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+        assert "after parallelize" not in log.read_text()
+    finally:
+        server.kill()
