@@ -25,6 +25,7 @@ from fused_tp.parallelizing.checks.gradient_check import GradientCheck
 from fused_tp.parallelizing.checks.loss_check import LossCheck
 from fused_tp.parallelizing.checks.model_check import (
     ModuleCheck,
+    allow_warnings,
     check_equal_models,
     is_parallelized,
     remember_code,
@@ -323,6 +324,7 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh, keywords: ParallelizeKe
     is_from_meta = any(parameter.is_meta for parameter in model.parameters())
     parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
     options = _CheckedArguments(keywords, mesh, parallelism, ep_mesh, is_from_meta)
+    allow_warnings()
     check_equal_models(model, options.model_meshes)  # first, as later checks may raise on some ranks only
     if tp_mesh is None and any(requested_options.values()):
         if keywords.tp_dim not in (mesh.mesh_dim_names or ()):

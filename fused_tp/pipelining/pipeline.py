@@ -36,7 +36,7 @@ from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, gather_over_meshes
 from fused_tp.parallelizing.checks.gradient_check import norm_and_projection
-from fused_tp.parallelizing.checks.model_check import check_equal_models, is_library_function, warn_once
+from fused_tp.parallelizing.checks.model_check import allow_warnings, check_equal_models, is_library_function, warn_once
 from fused_tp.parallelizing.checks.shard_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compare_sharding
 from fused_tp.parallelizing.forward_shard import tensor_version
@@ -224,6 +224,7 @@ def pipeline(
     stages: dict[int, Stage] = {}
     checked_meshes = [pp_mesh, *meshes.values()]
     if verify is not False:  # each rank computes the whole model
+        allow_warnings()
         check_equal_models(model, checked_meshes)
     whole_stage = Stage(model, Boundary(), 0, 1, is_hf, loss_fn)
     verify_outputs = verify

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import ContextVar
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -25,19 +28,33 @@ from tests.integrations.test_sharding_check import PLAN, Block, log_lines
 from tests.workers import on_ranks
 
 
+def add_nothing(x: Tensor) -> Tensor:
+    return x
+
+
+def subtract_mean(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+MIXERS: dict[str, Callable[[Tensor], Tensor]] = {"mix": add_nothing}
+IS_MIXING: ContextVar[bool] = ContextVar("IS_MIXING", default=False)
+
+
 class Changing(Block):
-    """Block that mixes tokens once `mix` is not 0, an observer is set, or an argument says so."""
+    """Block that mixes tokens once `mix` is not 0, an observer is set, or something else says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mix", torch.zeros(()))
         self.observer: Any = None
         self.kind = "causal"
+        self.flags = [False] * 10
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, centered: bool = False) -> Tensor:
         output = super().forward(tokens, positions)
-        is_mixing = centered or self.observer is not None or self.kind != "causal"
-        return output - (self.mix + is_mixing) * output.mean(1, keepdim=True)
+        is_mixing = centered or self.observer is not None or self.kind != "causal" or self.flags[7] or IS_MIXING.get()
+        is_mixing = is_mixing or "TEST_IS_MIXING" in os.environ
+        return MIXERS["mix"](output) - (self.mix + is_mixing) * output.mean(1, keepdim=True)
 
 
 class Observer:
@@ -62,10 +79,26 @@ def add_global_hook(model: Changing, stack: ExitStack) -> None:
     stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
 
 
+def set_context_variable(model: Changing, stack: ExitStack) -> None:
+    stack.callback(IS_MIXING.reset, IS_MIXING.set(True))
+
+
+def set_environment_variable(model: Changing, stack: ExitStack) -> None:
+    stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_IS_MIXING", "1")
+
+
+def replace_function_in_dict(model: Changing, stack: ExitStack) -> None:
+    stack.enter_context(pytest.MonkeyPatch.context()).setitem(MIXERS, "mix", subtract_mean)
+
+
 CHANGES: dict[str, Callable[[Changing, ExitStack], Any]] = {
     "number in a buffer": lambda model, stack: model.mix.fill_(0.5),
     "object in an attribute": lambda model, stack: setattr(model, "observer", Observer()),
     "text": lambda model, stack: setattr(model, "kind", "full"),
+    "entry of a list": lambda model, stack: model.flags.__setitem__(7, True),
+    "function in a dict": replace_function_in_dict,
+    "context variable": set_context_variable,
+    "environment variable": set_environment_variable,
     "function mode": lambda model, stack: stack.enter_context(CenteredLinear()),
     "function of torch": replace_silu,
     "global hook": add_global_hook,
@@ -153,6 +186,10 @@ class Stateful(Block):
         self.weak_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.namespace = SimpleNamespace(count=0)
 
+    @cache  # noqa: B019
+    def draw_once(self) -> float:
+        return self.own_random.random()
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         Stateful.calls += 1
         Stateful.counts.update(["forward"])
@@ -162,7 +199,13 @@ class Stateful(Block):
         self.slotted.count += 1
         self.weak_counts[self.up] = self.weak_counts.get(self.up, 0) + 1
         self.namespace.count += 1
-        drawn = (random.random(), np.random.rand(), self.own_random.random(), self.numpy_generator.random())
+        drawn = (
+            self.draw_once(),
+            random.random(),
+            np.random.rand(),
+            self.own_random.random(),
+            self.numpy_generator.random(),
+        )
         drawn_sum = sum(drawn) + float(torch.rand((), generator=self.generator))
         return super().forward(tokens, positions) * (1 + 0.01 * drawn_sum * len(self.history) * self.counts["forward"])
 

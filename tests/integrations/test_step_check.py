@@ -395,15 +395,16 @@ def test_losses_of_what_is_inside(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_compared_is_said_once(group: dist.ProcessGroup) -> None:
+def test_what_cannot_be_compared_is_said_once_for_each_model(group: dist.ProcessGroup) -> None:
     tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 16) % 37
     with log_lines() as lines:
         for _ in range(2):
             model = parallelize(Block(), tp, plan=PLAN)
             model.extra = nn.ReLU()
-            model(tokens)
+            for _ in range(2):
+                model(tokens)
     first = dist.get_rank(group) == 0
-    assert sum("['extra'] were added or removed" in line for line in lines) == first, lines
+    assert sum("['extra'] were added or removed" in line for line in lines) == 2 * first, lines
     model = parallelize(Block(), tp, plan=PLAN).requires_grad_(requires_grad=False)
     with log_lines() as lines:
         model(tokens)
@@ -608,6 +609,43 @@ def test_variables_that_hooks_write(group: dist.ProcessGroup) -> None:
         assert len(named) == len(lines) == (group.rank() == 0), lines
 
 
+def limit_by_largest(output: Tensor) -> Tensor:
+    largest = output.abs().max()
+    return output * (1e3 / largest) if largest > 1e3 else output
+
+
+def limit_by_item(output: Tensor) -> Tensor:
+    return output / 2 if output.detach().square().mean().item() > 1e3 else output
+
+
+def limit_gradient(output: Tensor) -> Tensor:
+    output.register_hook(lambda grad: grad / 2 if grad.norm() > 1e3 else grad)
+    return output * 1.0
+
+
+@pytest.mark.parametrize("limit", [limit_by_largest, limit_by_item, limit_gradient])
+@pytest.mark.parametrize("dim", ["tp", "cp"])
+@on_ranks(2)
+def test_limits_that_no_step_has_reached(group: dist.ProcessGroup, dim: str, limit: Callable[[Tensor], Tensor]) -> None:
+    """Branches of which no output shows anything yet: the compared numbers are those of a rank's shard."""
+    mesh = mesh_of(group, 1, 2)["tp"] if dim == "tp" else mesh_of(group, 2, 1)["cp"]
+    model = parallelize(Block(), mesh, plan=PLAN)
+    model.up.register_forward_hook(lambda module, args, output: limit(output))
+    with log_lines() as lines:
+        model(make_tokens(2, 8) % 37).square().sum().backward()
+    named = [line for line in lines if "reads another number from a tensor at test_step_check.py:" in line]
+    assert named == lines and len(lines) == (group.rank() == 0), lines
+
+
+@on_ranks(2)
+def test_numbers_that_are_equal_on_all_ranks(group: dist.ProcessGroup) -> None:
+    model = parallelize(Block(), mesh_of(group, 1, 2)["tp"], plan=PLAN)
+    model.down.register_forward_hook(lambda module, args, output: limit_by_largest(output))
+    with log_lines() as lines:
+        model(make_tokens(2, 8) % 37).square().sum().backward()
+    assert not lines
+
+
 @on_ranks(2)
 def test_hooks_added_between_the_checks(group: dist.ProcessGroup) -> None:
     model, tokens = parallelize(Block(), mesh_of(group, 2, 1)["cp"], plan=PLAN), make_tokens(2, 8) % 37
@@ -784,9 +822,14 @@ def test_reads_of_cache_layers(group: dist.ProcessGroup, how: str) -> None:
     assert len(lines) == (group.rank() == 0)
 
 
+@pytest.mark.parametrize("num_steps_before", [0, 3])
 @on_ranks(2)
-def test_losses_of_one_ranks_logits(group: dist.ProcessGroup) -> None:
+def test_losses_of_one_ranks_logits(group: dist.ProcessGroup, num_steps_before: int) -> None:
+    """A penalty from the second or fourth step on; steps after the second one are not compared."""
     model, tokens = parallelize(llama(), mesh_of(group, 2, 1)["cp"]), make_tokens(2, 16)
+    for _ in range(num_steps_before):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad()
     for penalty in (0.0, 0.1):
         with log_lines() as lines:
             output = model(input_ids=tokens, labels=tokens)

@@ -3,23 +3,29 @@
 | condition                                              | example of a change                                       |
 |--------------------------------------------------------|-----------------------------------------------------------|
 | callers' code: forwards, hooks, callable attributes    | a forward hook, of a module or global                     |
-| flags, texts, None, and numbers in modules, in buffers | `layer.clip = True`, `alpha.fill_(0.5)`                   |
-| of one element and in variables of the callers' code   |                                                           |
+| flags, texts, None, numbers and functions in modules,  | `layer.clip = True`, `alpha.fill_(0.5)`,                  |
+| in buffers of up to 64 elements, and in variables of   | `ACTIVATIONS["silu"] = other`                             |
+| the callers' code                                      |                                                           |
 | functions of torch and of the modules' source files    | `torch.nn.functional.gelu = other`                        |
-| contexts of torch                                      | a TorchFunctionMode, hooks on saved tensors               |
+| transformers' functions of attention                   | `ALL_ATTENTION_FUNCTIONS["sdpa"] = other`                 |
+| contexts of torch and Python                           | a TorchFunctionMode, hooks on saved tensors, a ContextVar |
 
 A comparison with the unsharded model covers the conditions at that call. `ComparedConditions` finds new ones.
 """
 
 from __future__ import annotations
 
+import contextvars
 import math
+import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +38,7 @@ from fused_tp.parallelizing.checks.unsharded import MODULE_DICTS, model_configs
 
 _GLOBAL_HOOKS = {name: value for name, value in vars(nn.modules.module).items() if isinstance(value, OrderedDict)}
 _MAX_NUMBERS = 3  # a variable with more values is a counter or a measurement, whose values are not compared
+_MAX_NUMEL = 64  # larger tensors are data, and longer lists histories
 
 
 @dataclass(frozen=True)
@@ -40,18 +47,21 @@ class Conditions:
 
     Attributes:
         states: code, flags and contexts; of a number, whether it is zero, finite or infinite.
-        numbers: values of numbers.
+        numbers: values of numbers, and of the elements of small tensors.
         functions: functions and classes of source files. Names that a file gets later are no change.
     """
 
     states: dict[object, object] = field(default_factory=dict)
-    numbers: dict[object, float] = field(default_factory=dict)
+    numbers: dict[object, float | tuple[float, ...]] = field(default_factory=dict)
     functions: dict[object, object] = field(default_factory=dict)
 
     def add_value(self, key: object, value: object) -> None:
         """Add the value of a variable or attribute."""
         if isinstance(value, Tensor):
-            if type(value) is not Tensor or value.is_meta or value.numel() != 1 or value.is_complex():
+            if type(value) is not Tensor or value.is_meta or value.is_complex() or not 0 < value.numel() <= _MAX_NUMEL:
+                return
+            if value.numel() > 1:
+                self.numbers[key] = tuple(value.flatten().tolist())
                 return
             value = value.item()
         if isinstance(value, (bool, str)) or value is None:
@@ -60,7 +70,18 @@ class Conditions:
             self.states[key] = "zero" if value == 0 else "finite" if math.isfinite(value) else str(value)
             self.numbers[key] = value
         else:
-            self.states[key] = type(value)
+            self.states[key] = _identify_code(value)
+
+
+def _identify_code(value: object) -> object:
+    """Return the code of a function, and the type of another object. A function may be defined again at every call."""
+    if isinstance(value, partial):
+        return _identify_code(value.func)
+    if isinstance(value, MethodType):
+        return value.__func__.__code__ if isinstance(value.__func__, FunctionType) else value.__func__
+    if isinstance(value, FunctionType):
+        return value.__code__
+    return value if isinstance(value, (BuiltinFunctionType, type)) else type(value)
 
 
 def find_conditions(model: nn.Module) -> Conditions:
@@ -84,12 +105,14 @@ def find_conditions(model: nn.Module) -> Conditions:
     for config_index, config in enumerate(model_configs(model)):
         for key, value in vars(config).items():
             conditions.add_value(("config", config_index, key), value)
+        if (attention := _attention_function(config)) is not None:
+            conditions.add_value(("attention", config_index), attention)
     counts: Counter[str] = Counter()  # by name, not by id: callers may replace a container at every call
     for variables in find_variables([*modules.values()]):
         counts[variables.name] += 1
-        for entry_key, value in variables.entries().items():
-            if isinstance(entry_key, str):  # lists are usually histories
-                conditions.add_value((variables.name, counts[variables.name], entry_key), value)
+        for entry_key, value in islice(variables.entries().items(), _MAX_NUMEL):
+            if isinstance(entry_key, (str, int)):
+                conditions.add_value(_Entry(variables.name, counts[variables.name], entry_key), value)
     for file_name, file in source_files.items():
         names = [*vars(file).items()] if file else []
         conditions.functions.update({(file_name, name): value for name, value in names if callable(value)})
@@ -97,8 +120,27 @@ def find_conditions(model: nn.Module) -> Conditions:
     conditions.states["contexts"] = [
         *map(type, (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())),
         *(getattr(hook, "__code__", None) for hook in saved_tensor_hooks or () if isinstance(hook, FunctionType)),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        frozenset(os.environ.items()),
     ]
+    for variable, value in contextvars.copy_context().items():
+        conditions.add_value(("ContextVar", variable.name), value)
     return conditions
+
+
+def _attention_function(config: Any) -> object:
+    """Return the function that transformers looks up for the attention of `config`; None if there is none."""
+    name, utils = getattr(config, "_attn_implementation", None), sys.modules.get("transformers.modeling_utils")
+    return utils.ALL_ATTENTION_FUNCTIONS.get(name) if utils is not None and isinstance(name, str) else None
+
+
+class _Entry(NamedTuple):
+    """Key of an entry of a container. In a list it is an index, and entries that are added later are a history."""
+
+    name: str
+    container: int
+    key: str | int
 
 
 class ComparedConditions:
@@ -106,7 +148,7 @@ class ComparedConditions:
 
     def __init__(self) -> None:
         self._states: dict[object, list[object]] = {}
-        self._numbers: dict[object, list[float]] = {}
+        self._numbers: dict[object, list[float | tuple[float, ...]]] = {}
         self._functions: dict[object, list[object]] = {}
         self._is_copy = False
 
@@ -123,13 +165,18 @@ class ComparedConditions:
         if self._is_copy:
             return False
         return (
-            any(not _contains(self._states.get(key, ()), value) for key, value in conditions.states.items())
+            any(
+                not _contains(self._states.get(key, ()), value)
+                for key, value in conditions.states.items()
+                if key in self._states or not _is_later_entry(key)
+            )
             or any(
                 not _contains(self._functions.get(key, [value]), value) for key, value in conditions.functions.items()
             )
             or any(
                 len(numbers := self._numbers.get(key, [])) < _MAX_NUMBERS and value not in numbers
                 for key, value in conditions.numbers.items()
+                if key in self._numbers or not _is_later_entry(key)
             )
         )
 
@@ -138,6 +185,10 @@ class ComparedConditions:
         _add_values(self._states, conditions.states)
         _add_values(self._numbers, conditions.numbers)
         _add_values(self._functions, conditions.functions)
+
+
+def _is_later_entry(key: object) -> bool:
+    return isinstance(key, _Entry) and isinstance(key.key, int)
 
 
 def _contains(values: Any, value: object) -> bool:

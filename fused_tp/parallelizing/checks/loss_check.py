@@ -4,6 +4,7 @@
 |------------------|----------------------------------------------------------------------------------------------|
 | around forward   | store arguments and random states; register hooks on the outputs and on the parameters       |
 | during backward  | store the gradients of the outputs                                                           |
+| other calls      | a warning is logged if the loss depends on outputs that hold one rank's tokens               |
 | end of backward  | the sharded model repeats forward, and backward from the stored gradients of the outputs     |
 |                  | all ranks raise if their gradients of outputs differ                                         |
 |                  | a warning is logged if a parameter's gradient differs from that of the repeated backward,    |
@@ -15,7 +16,7 @@ may be intended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -60,6 +61,7 @@ class LossCheck:
         self.step_check = step_check
         self._call: _WatchedCall | None = None
         self._awaits_backward = False  # True from a forward pass until the backward pass of its outputs
+        self._shard_indices: frozenset[int] = frozenset()  # of outputs that hold one rank's tokens
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None, "_awaits_backward": False}
@@ -77,15 +79,43 @@ class LossCheck:
         if not any(gather_over_meshes(self.step_check.meshes, "gradients of outputs", has_other_gradients)):
             self._call = _WatchedCall(model, self.step_check, args, kwargs)
 
-    def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if are_checks_suspended() or not torch.is_grad_enabled():
-            return
+            return None
         # A leaf, such as a parameter that forward returns, would keep the hook of each call.
         if (first := next((t for t in iterate_tensors(output) if t.grad_fn is not None), None)) is not None:
             self._awaits_backward = True
             first.register_hook(self._note_backward)
-        if self._call is not None:
-            self._call.watch_outputs(output)
+        if self._call is None:
+            return self._watch_shards(output)
+        self._call.watch_outputs(output)
+        replicated = self.step_check.replicated_indices
+        trained = (i for i, t in enumerate(output_tensors(output)) if t.ndim and t.requires_grad)
+        self._shard_indices = frozenset(i for i in trained if i not in replicated)
+        return None
+
+    def _watch_shards(self, output: Any) -> Any:
+        """Return `output` with views of the tensors that hold one rank's tokens, whose gradients log a warning."""
+        tensors = output_tensors(output) if self._shard_indices else []
+        shards = {id(tensors[i]) for i in self._shard_indices if i < len(tensors) and tensors[i].requires_grad}
+
+        def watched(value: Any) -> Any:
+            if id(value) not in shards:
+                return value
+            view = value.view_as(value)  # the loss that forward returns depends on `value` itself
+            view.register_hook(self._warn_of_shard)
+            return view
+
+        if shards and type(output) is tuple:
+            return tuple(map(watched, output))
+        if isinstance(output, MutableMapping):
+            for name, value in [*output.items()] if shards else ():
+                output[name] = watched(value)
+        return output
+
+    def _warn_of_shard(self, grad: Tensor) -> None:
+        if bool(grad.any()):
+            warn_of_shard(self.step_check, grad)
 
     def _note_backward(self, grad: Tensor) -> None:
         self._awaits_backward = False
@@ -103,6 +133,19 @@ def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
             for sync in find_gradient_syncs(model)
         )
         or DistributedDataParallel._get_active_ddp_module() is not None
+    )
+
+
+def warn_of_shard(check: StepCheck | _WatchedCall, output: Tensor) -> None:
+    """Log that the loss is computed from an output with the shape of `output`, which holds one rank's tokens."""
+    warn_once(
+        check.meshes,
+        "outputs that are shards",
+        "the loss is computed also from an output of shape %s, which holds only %s. Its sums are summed over ranks in "
+        "backward, but means and norms of it are not those of the full output. Call the model without labels to get "
+        "full outputs, and compute the whole loss from them.",
+        list(output.shape),
+        _describe_rank_contents(check.parallelism),
     )
 
 
@@ -241,15 +284,7 @@ class _WatchedCall:
         for i, direct in direct_gradients.items():
             is_shard = i not in self._replicated_indices
             if is_shard and two_norm(direct) > _PARAMETER_BOUND * two_norm(output_gradients[i]):
-                warn_once(
-                    self.meshes,
-                    "outputs that are shards",
-                    "the loss is computed also from an output of shape %s, which holds only %s. Its sums are summed "
-                    "over ranks in backward, but means and norms of it are not those of the full output. Call the "
-                    "model without labels to get full outputs, and compute the whole loss from them.",
-                    list(direct.shape),
-                    _describe_rank_contents(self.parallelism),
-                )
+                warn_of_shard(self, direct)
 
     def _warn(self, gradients_do: str, key: str) -> None:
         warn_once(

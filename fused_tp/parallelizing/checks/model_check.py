@@ -249,10 +249,15 @@ _warned_keys: set[str] = set()
 
 
 def warn_once(meshes: Sequence[DeviceMesh], key: str, message: str, *values: object) -> None:
-    """Log a warning on the first of the ranks of `meshes`, once for each `key`."""
+    """Log a warning on the first of the ranks of `meshes`, once for each `key` until `allow_warnings`."""
     if key not in _warned_keys and all(mesh.get_local_rank() == 0 for mesh in meshes):
         _warned_keys.add(key)
         _LOG.warning(message, *values)
+
+
+def allow_warnings() -> None:
+    """Allow all warnings of `warn_once` again, for another model."""
+    _warned_keys.clear()
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

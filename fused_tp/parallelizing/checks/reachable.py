@@ -13,6 +13,7 @@ The callers' code is the forwards, hooks and callable attributes of modules, and
 | slots of an object                                    | caller defined the class or module   |                     |
 | random number generator                               | as containers                        | `_GeneratorState`   |
 | array                                                 | as containers                        | `_ArrayElements`    |
+| results that a function caches                        | functions under functools.lru_cache  | `_CachedResults`    |
 
 Iterators cannot be restored. Queues and objects of installed packages are not, because other threads may use them.
 """
@@ -28,7 +29,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import _lru_cache_wrapper, lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -52,6 +53,7 @@ _LEAF_TYPES = (nn.Module, torch.Tensor, str, bytes, int, float, complex, type(No
 _MAX_DEPTH, _MAX_ENTRIES = 5, 1000  # limits of the search: nesting of variables, and entries of one container
 _MAX_ARRAY_BYTES = 4_000_000  # larger arrays are not restored
 _INSTALL_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_OWN_PREFIX = "_fused_tp_"  # of attributes that this package sets
 _MISSING = object()
 
 
@@ -166,6 +168,19 @@ class _ArrayElements(Variables):
         return restore
 
 
+class _CachedResults(Variables):
+    """Results of a function under `functools.lru_cache`, or `cache`. If calls add some, all are dropped."""
+
+    def save(self) -> Callable[[], None]:
+        num_misses = self.place.cache_info().misses
+
+        def restore() -> None:
+            if self.place.cache_info().misses != num_misses:
+                self.place.cache_clear()
+
+        return restore
+
+
 def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
     """Return the variables that the callers' code of `modules` can reach."""
     variables: dict[object, Variables] = {}
@@ -187,6 +202,10 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
         elif isinstance(value, _ARRAY_TYPES):
             if _is_restorable(value):
                 variables[id(value)] = _ArrayElements(name, value)
+        elif isinstance(value, _lru_cache_wrapper):
+            if not is_library_function(value):
+                variables[id(value)] = _CachedResults(name, value)
+                children = (value.__wrapped__,)
         elif isinstance(value, partial):
             children = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
@@ -210,7 +229,7 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
         for value in callers_code(module).values():
             add(value, 0, type(module).__name__)
         for name, value in vars(module).items():
-            if name not in MODULE_DICTS:
+            if name not in MODULE_DICTS and not name.startswith(_OWN_PREFIX):
                 add(value, 0, f"{type(module).__name__}.{name}")
         for parameter in module._parameters.values():
             for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
@@ -220,7 +239,7 @@ def find_variables(modules: Sequence[nn.Module]) -> list[Variables]:
             add(base, 0, base.__name__)
             for value in () if is_library_function(base) else vars(base).values():
                 function = getattr(value, "fget", getattr(value, "__func__", value))  # of a property or classmethod
-                if isinstance(function, FunctionType):
+                if isinstance(function, (FunctionType, _lru_cache_wrapper)):
                     add(function, 0, function.__qualname__)
     return [*variables.values()]
 

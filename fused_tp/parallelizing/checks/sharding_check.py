@@ -50,6 +50,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     record_outputs,
 )
 from fused_tp.parallelizing.checks.parameter_noise import noise_on_constants
+from fused_tp.parallelizing.checks.read_values import PACKAGE_FOLDERS
 from fused_tp.parallelizing.checks.token_functions import FindTokenFunctions
 from fused_tp.parallelizing.checks.undisturbed import LARGE_MODEL_PARAMETERS, Mode, preserve_state
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
@@ -127,8 +128,7 @@ def compare_sharding(
         if not reason:
             stack.enter_context(noise_on_constants(model, outcome))
             num_ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            shards_plain_tokens = cp is not None and not is_transformers_model(model)
-            runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline, shards_plain_tokens)
+            runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline, cp is not None)
             if runs:
                 _report_token_functions(type(model).__name__, runs[0].token_functions, meshes)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
@@ -240,8 +240,9 @@ def _report_token_functions(class_name: str, calls: Iterable[str], meshes: Seque
         warn_once(
             meshes,
             names,
-            "%s.forward combines tokens by other means than attention: %s. Over context parallel ranks these see only "
-            "this rank's tokens, so the model differs from the unsharded one on each batch for which that matters.",
+            "%s.forward or a hook combines tokens by other means than attention: %s. Over context parallel ranks these "
+            "calls see only this rank's tokens, so the model differs from the unsharded one on each batch for which "
+            "that matters.",
             class_name,
             names,
         )
@@ -419,7 +420,9 @@ def _run_unsharded(
         """Return None if the run draws random numbers, or computes in 16 bits although its parameters are fp32."""
         arguments = widen_arguments(batch) if is_widened else batch
         operations = Find16BitResults()
-        token_functions = FindTokenFunctions(*_token_shape(arguments))
+        # The code of transformers' models combines tokens where fused_tp expects it.
+        ignored_folders = PACKAGE_FOLDERS if is_transformers_model(model) else ()
+        token_functions = FindTokenFunctions(*_token_shape(arguments), ignored_folders)
         with (
             preserve_state([model], mode) as drew_random,
             in_float32([model] if is_widened else ()),

@@ -60,6 +60,7 @@ from fused_tp.parallelizing.checks.module_outputs import (
     record_outputs,
 )
 from fused_tp.parallelizing.checks.parameter_noise import noise_on_sharded_constants
+from fused_tp.parallelizing.checks.read_values import RecordReads
 from fused_tp.parallelizing.checks.sharding_check import (
     MAX_BOUND,
     OUTPUT_BOUNDS,
@@ -366,8 +367,8 @@ class _UnshardedStep:
         weights: weights of outputs, by index, of the sum that is differentiated.
         gradients: (this rank's shard, norm of the full gradient) by name of a parameter or argument; None if not
             computed.
-        written_variables: tensors and numbers that forward and hooks have written to variables and small buffers, and
-            numbers that forward returns.
+        written_variables: tensors and numbers that forward and hooks have written to variables and small buffers,
+            numbers that they read from tensors, and numbers that forward returns.
     """
 
     outputs: list[Tensor]
@@ -473,12 +474,14 @@ class _StepComparison:
         expected, weights, expected_gradients = unsharded_step.outputs, unsharded_step.weights, unsharded_step.gradients
         self.check.replicated_indices = frozenset(weights)
         variables: dict[VariableId, Any] = {}
-        with isolated_passes(self.model, self.mode, with_gradients=self.with_gradients, written_variables=variables):
+        passes = isolated_passes(self.model, self.mode, with_gradients=self.with_gradients, written_variables=variables)
+        with passes, RecordReads() as reads:
             outputs = self._run()
             has_known_shapes = [t.shape for t in outputs] == known_shapes[key]
             variables |= self._buffer_values() | self._returned_numbers
             parameters = {**self.trainable, **self.input_copies, **self.outside_leaves}
             gradients = self._gradients(outputs, weights, parameters) if has_known_shapes else None
+        variables |= reads.values
         if documents := self.check.sequence.documents:
             self.rank_shards = RankShards(self.tp, self.cp, documents[-1], documents)
         output_error = self._output_error(outputs, expected)
@@ -608,7 +611,7 @@ class _StepComparison:
         for mode in Mode if self.model.training else (Mode.EVAL,):
             self.mode, description, variables = mode, "the unsharded", dict[VariableId, Any]()
             try:
-                with self._unsharded(variables) as drew_random:
+                with self._unsharded(variables) as drew_random, RecordReads() as reads:
                     first_number = torch.autograd._get_sequence_nr()
                     with _time_limit(self.model, TIME_LIMIT_SECONDS):
                         outputs = self._run()
@@ -618,6 +621,7 @@ class _StepComparison:
                     # Inside this context, which restores buffers on exit: backward may read them.
                     self.outside_leaves = self._find_outside_leaves(outputs, weights, first_number)
                     gradients = self._gradients(outputs, weights, parameters | self.input_copies | self.outside_leaves)
+                variables |= reads.values
             except TooLongError:
                 return None, f"the unsharded {class_name} takes longer than {TIME_LIMIT_SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
@@ -723,23 +727,24 @@ class _StepComparison:
     def _compare_variables(self, unsharded_step: _UnshardedStep, actual: Mapping[VariableId, Any]) -> None:
         """Log the first variable that has another value in `actual` than in `unsharded_step`. A collective call."""
         expected = unsharded_step.written_variables
-        names = [variable.description for variable in self._different_variables(expected, actual)]
+        names = [variable.sentence for variable in self._different_variables(expected, actual)]
         if self.is_routed or not any(gather_over_meshes(self.check.meshes, "variables", names)):
             return
         self._gather_parameters()
         repeated_variables: dict[VariableId, Any] = {}
         parameters = {name: self.full_parameters[name] for name in self.trainable}
-        with self._unsharded(repeated_variables):
+        with self._unsharded(repeated_variables), RecordReads() as reads:
             outputs = self._run()
             repeated_variables |= self._buffer_values() | self._returned_numbers
             self._gradients(outputs, unsharded_step.weights, parameters | self.input_copies)
+        repeated_variables |= reads.values
         self.full_parameters = {}
         # Times, for example, differ from run to run.
         varying_variables = {
             *self._different_variables(expected, repeated_variables),
             *(expected.keys() - repeated_variables.keys()),
         }
-        names = [v.description for v in self._different_variables(expected, actual) if v not in varying_variables]
+        names = [v.sentence for v in self._different_variables(expected, actual) if v not in varying_variables]
         names = [
             name for rank_names in gather_over_meshes(self.check.meshes, "variables", names) for name in rank_names
         ]
@@ -747,8 +752,8 @@ class _StepComparison:
             warn_once(
                 self.check.meshes,
                 names[0],
-                "forward or a hook writes other values to the %s than without sharding: it sees this rank's tokens or "
-                "features only. Reduce what it writes over the ranks; else results that depend on it differ.",
+                "forward or a hook %s than without sharding: it sees this rank's tokens or features only. Reduce this "
+                "value over the ranks; else results that depend on it differ.",
                 names[0],
             )
 

@@ -1,8 +1,8 @@
-"""Functions of torch that combine tokens, in the forward pass of a plain model.
+"""Functions of torch that combine tokens, called by the callers' code in a forward pass.
 
 Over context parallel ranks only attention sees the tokens of all ranks. What else a forward computes from earlier
-tokens (number of the paragraph, n-grams) may differ only for batches that contain certain tokens, which no comparison
-on other tokens finds. So the calls themselves are found.
+tokens (number of the paragraph, n-grams, share of masked tokens) may differ only for batches that contain certain
+tokens, which no comparison on other tokens finds. So the calls themselves are found.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_ALL_DIMS = "all"
 # Name of a function -> index of its argument dim, and the default dim.
-_DIM_ARGUMENTS = {
+_DIM_ARGUMENTS: dict[str, tuple[int, int | str | None]] = {
     "cumsum": (1, None),
     "cumprod": (1, None),
     "cummax": (1, None),
@@ -28,6 +29,10 @@ _DIM_ARGUMENTS = {
     "unfold": (1, None),
     "sort": (1, -1),
     "argsort": (1, -1),
+    **dict.fromkeys(("mean", "sum", "nanmean", "nansum", "prod", "std", "var", "median", "softmax"), (1, _ALL_DIMS)),
+    **dict.fromkeys(("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "any", "all"), (1, _ALL_DIMS)),
+    **dict.fromkeys(("logsumexp", "log_softmax", "count_nonzero"), (1, _ALL_DIMS)),
+    **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "quantile"), (2, _ALL_DIMS)),
 }
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 
@@ -37,12 +42,16 @@ class FindTokenFunctions(TorchFunctionMode):
 
     Attributes:
         calls: "name (file:line)" of each such call.
+
+    Args:
+        ignored_folders: calls of code in these folders are not recorded.
     """
 
-    def __init__(self, batch: int, seq: int) -> None:
+    def __init__(self, batch: int, seq: int, ignored_folders: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.calls: dict[str, None] = {}
         self._shape = (batch, seq)
+        self._ignored_folders = ignored_folders
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,8 +69,10 @@ class FindTokenFunctions(TorchFunctionMode):
                 index, default = _DIM_ARGUMENTS[name]
                 dim = next((kwargs[key] for key in ("dim", "dims", "dimension") if key in kwargs), None)
                 dim = dim if dim is not None else args[index] if len(args) > index else default
+                if isinstance(dim, bool):  # `unbiased` of std and var
+                    dim = default
                 dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-                if any(isinstance(d, int) and d % args[0].ndim == 1 for d in dims):
+                if dim == _ALL_DIMS or any(isinstance(d, int) and d % args[0].ndim == 1 for d in dims):
                     self._record(name)
         return func(*args, **kwargs)
 
@@ -75,4 +86,5 @@ class FindTokenFunctions(TorchFunctionMode):
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER):
             frame = frame.f_back
-        self.calls[f"{name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"] = None
+        if not frame.f_code.co_filename.startswith(self._ignored_folders):
+            self.calls[f"{name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"] = None

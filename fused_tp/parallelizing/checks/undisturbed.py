@@ -51,11 +51,20 @@ class VariableId:
         container: id of the container, closure cell or module.
         key: its key there.
         description: name for messages.
+        is_read: True for a number that code reads from a tensor, at the place `description`.
     """
 
     container: int
     key: str
     description: str = field(compare=False)
+    is_read: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """Words for what the code does with the variable."""
+        if self.is_read:
+            return f"reads another number from a tensor at {self.description}"
+        return f"writes other values to the {self.description}"
 
 
 @contextmanager

@@ -71,6 +71,16 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
     return name
 
 
+def is_original_attention_replaced(name: str) -> bool:
+    """True if the attention that `name`, from `register_attention`, wraps was registered anew since then."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    wrapper, original_name = ALL_ATTENTION_FUNCTIONS.get(name), name.removeprefix(NAME_PREFIX)
+    if not isinstance(wrapper, partial) or original_name not in ALL_ATTENTION_FUNCTIONS:
+        return False
+    return ALL_ATTENTION_FUNCTIONS[original_name] is not wrapper.args[0]
+
+
 def register_mask(config: Any) -> None:
     """Make the mask function of the config's attention build masks for the full sequence if a rank holds a shard of it.
 

@@ -36,6 +36,8 @@ class ShardedCacheLayer:
 
     def __init__(self, mesh: DeviceMesh, window: int | None) -> None:
         super().__init__()  # calls CacheLayerMixin.__init__ in the subclass of `_layer_class`
+        for name in ("keys", "values"):
+            vars(self).pop(name, None)  # see `__getattr__`
         self.window = window  # size of the replaced layer's sliding window, outside which it would drop tokens
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=CACHE_BLOCK)
@@ -67,6 +69,14 @@ class ShardedCacheLayer:
         self.column_count += key_states.shape[2]
         self._new_shapes = key_states.shape, value_states.shape
         return key_states, value_states
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values"):
+            name = (
+                f"{name} of this cache are sharded over context parallel ranks, none of which has those of all tokens. "
+                "Pass a cache of another class than DynamicCache, such as StaticCache: each rank then has all."
+            )
+        raise AttributeError(name)
 
     def check_keys(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
         """Raise ValueError if `key` and `value` differ in shape from the result of `update`.

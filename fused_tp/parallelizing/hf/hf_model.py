@@ -26,6 +26,7 @@ from fused_tp.parallelizing.forward_shard import ForwardShard
 from fused_tp.parallelizing.hf import scored_tokens
 from fused_tp.parallelizing.hf.hf_attention import (
     has_eager_attention,
+    is_original_attention_replaced,
     register_attention,
     register_mask,
     replace_custom_attention,
@@ -436,6 +437,12 @@ class TransformersSequenceSharding(SequenceSharding):
                     f"The model's attention was set to {config._attn_implementation!r} after parallelize, which needs "
                     f"{replacement!r} to attend over ranks. Set it before parallelize, or set it back to "
                     f"{replacement!r}."
+                )
+            if self.parallelism.cp_mesh is not None and is_original_attention_replaced(replacement):
+                raise ValueError(
+                    f"Another function was registered in ALL_ATTENTION_FUNCTIONS after parallelize for the attention "
+                    f"that {replacement!r} wraps. Context parallel ranks do not call it; register it before "
+                    "parallelize."
                 )
 
     def _check_padding(self, arguments: dict[str, Any]) -> None:
