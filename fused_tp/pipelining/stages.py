@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fused_tp.parallelizing.checks.undisturbed import Mode, preserve_state
 from fused_tp.parallelizing.outputs import find_tensors
 from fused_tp.parallelizing.shard_plan import config_value
 
@@ -63,16 +64,11 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
     """
     name = find_container(model, container)
     layers = cast(nn.ModuleList, model.get_submodule(name))
-    # The trial run must not change buffers such as counters and running means.
-    buffer_values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    try:
+    # The trial runs must not change buffers, nor counters and other variables of the callers' code.
+    with preserve_state([model], Mode.AS_IT_IS, with_gradients=True):
         model_layers = _Probe(model, name, layers).run(example)
         _check_skeleton(model, model_layers, example)
-        return model_layers
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffer_values:
-                buffer.copy_(value)
+    return model_layers
 
 
 def _check_skeleton(model: nn.Module, layers: ModelLayers, example: Mapping[str, Any]) -> None:
@@ -156,7 +152,6 @@ class _Probe:
                     stack.enter_context(module.register_forward_hook(partial(self.after_other_module, name)))
             # Training mode, because eval mode would hide dropout between layers.
             stack.enter_context(training_mode([self.model], is_training=True))
-            stack.enter_context(torch.random.fork_rng())
             output = self.model(**example)
         if self.layer_calls != len(self.layers):
             raise ValueError(

@@ -146,7 +146,7 @@ def _run_whole(
     def run(mode: Mode, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]] | None:
         """Return loss and gradients, or None if random numbers were drawn. Sets `loss_difference`."""
         nonlocal loss_difference
-        with preserve_state([model], mode, with_gradients=True) as drew_random:
+        with preserve_state([stage], mode, with_gradients=True) as drew_random:  # of its loss function, too
             _set_training_mode([model], mode)
             total_loss, loss_difference = stage.compute_batch_loss(copy_arguments(dict(batch)), microbatches)
             gradients = gradients_of([total_loss], [*parameters.values()])
@@ -275,7 +275,7 @@ def _run_pipeline(whole_step: _WholeStep, pipe: Any) -> tuple[float, dict[str, t
     parameters: list[Any] = list(pipe.parameters())
     saved_grads = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
     gradients: dict[str, tuple[Tensor, Tensor]] = {}
-    with preserve_state(modules, whole_step.mode, with_gradients=True), pipe.preserve_steps():
+    with preserve_state([*pipe.stages.values()], whole_step.mode, with_gradients=True), pipe.preserve_steps():
         _set_training_mode(modules, whole_step.mode)
         try:
             for p in parameters:

@@ -456,6 +456,49 @@ def test_what_a_pipeline_does_not_see_as_a_whole(group: dist.ProcessGroup) -> No
         assert sum("microbatches have 8 to 16 labels" in line for line in lines) == 1, lines
 
 
+CALLS = {"closure": 0}
+
+
+class CountingLayer(nn.Linear):
+    """Layer that counts its calls in training mode: in an attribute, a list, its class and a closure."""
+
+    calls_of_all = 0
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.calls, self.log = 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.log.append(self.calls)
+            type(self).calls_of_all += 1
+            CALLS["closure"] += 1
+        return super().forward(x) + torch.rand(()) * 0
+
+
+@on_ranks(4)
+def test_state_of_the_callers_code_is_as_before(group: dist.ProcessGroup) -> None:
+    """Passes that `pipeline` makes itself do not count."""
+    mesh, losses = mesh_of(dp=2, pp=2)["pp"], list[float]()
+
+    def counted_loss(output: Tensor, labels: Tensor) -> Tensor:
+        losses.append(1.0)
+        return mean_loss(output, labels)
+
+    for verify in ("auto", False):
+        model = Layered("none")
+        model.layers = nn.ModuleList(CountingLayer(16) for _ in range(4))
+        torch.manual_seed(3)
+        random.seed(3)
+        state, host_state = torch.get_rng_state(), random.getstate()
+        pipe = fused_tp.pipeline(model, mesh, microbatches=2, loss_fn=counted_loss, layers="layers", verify=verify)
+        layers = [m for stage in pipe.stages.values() for m in stage.modules() if isinstance(m, CountingLayer)]
+        assert {(layer.calls, len(layer.log)) for layer in layers} == {(0, 0)}
+        assert (CountingLayer.calls_of_all, CALLS["closure"], losses) == (0, 0, [])
+        assert torch.equal(torch.get_rng_state(), state) and random.getstate() == host_state
+
+
 @on_ranks(4)
 def test_packed_documents(group: dist.ProcessGroup) -> None:
     """Positions that restart mark the documents, which differ between microbatches."""
