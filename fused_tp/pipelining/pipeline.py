@@ -1013,14 +1013,23 @@ class Pipeline:
 
     # -- methods of nn.Module -----------------------------------------------------------------------------------------
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank's stages, by their names in the model."""
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages, by their names in the model.
+
+        Args:
+            remove_duplicate: yield a parameter of two names once, by its first name.
+        """
+        seen_ids = set[int]()
         for _, stage in sorted(self.stages.items()):
-            yield from stage.model.named_parameters()
+            for name, parameter in stage.model.named_parameters(remove_duplicate=remove_duplicate):
+                if not remove_duplicate or id(parameter) not in seen_ids:
+                    seen_ids.add(id(parameter))
+                    yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, each once."""
-        yield from {id(parameter): parameter for _, parameter in self.named_parameters()}.values()
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages, by names in the model.

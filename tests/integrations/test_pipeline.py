@@ -456,6 +456,25 @@ def test_what_a_pipeline_does_not_see_as_a_whole(group: dist.ProcessGroup) -> No
         assert sum("microbatches have 8 to 16 labels" in line for line in lines) == 1, lines
 
 
+@on_ranks(4)
+def test_a_parameter_of_two_names_on_one_rank(group: dist.ProcessGroup) -> None:
+    """Optimizers get it once, state dicts have both names."""
+    mesh, tokens = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "pp")), make_tokens(4, 8)
+    whole = make("llama", tied=True, num_hidden_layers=4)
+    pipe = fused_tp.pipeline(copy_of(whole), mesh["pp"], microbatches=2, schedule="ZBV")
+    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1} for _, p in pipe.named_parameters()])
+    names = {"model.embed_tokens.weight", "lm_head.weight"} if group.rank() % 2 == 0 else set()
+    assert names & {name for name, _ in pipe.named_parameters()} == set(sorted(names)[1:])
+    assert names <= {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
+    assert names <= set(pipe.state_dict())
+    pipe.step({"input_ids": tokens, "labels": tokens})
+    optimizer.step()
+    whole(input_ids=tokens, labels=tokens).loss.backward()
+    torch.optim.SGD(whole.parameters(), 0.1).step()
+    for name, parameter in pipe.named_parameters():
+        assert_near(parameter, whole.get_parameter(name), name, TOLERANCE)
+
+
 CALLS = {"closure": 0}
 
 
