@@ -71,7 +71,7 @@ _NORM_TOLERANCE = 1e-3  # relative to the norm of all gradients; larger than rou
 
 _watched_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _methods_before_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[nn.Module], None]]] = WeakKeyDictionary()
-_methods_after_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[nn.Module], None]]] = WeakKeyDictionary()
+_methods_after_steps: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[Optimizer], None]]] = WeakKeyDictionary()
 # Names of parameters that were replaced, and that no model uses any more.
 _replaced_parameters: Any = WeakIdKeyDictionary()
 _step_records: WeakKeyDictionary[Optimizer, _StepRecord] = WeakKeyDictionary()
@@ -117,8 +117,8 @@ def call_before_steps(model: nn.Module, method: Callable[[nn.Module], None]) -> 
     _methods_before_steps[model] = WeakMethod(method)
 
 
-def call_after_steps(model: nn.Module, method: Callable[[nn.Module], None]) -> None:
-    """Call the bound `method` with `model` after each step of its optimizers, while its object exists."""
+def call_after_steps(model: nn.Module, method: Callable[[Optimizer], None]) -> None:
+    """Call the bound `method` with the optimizer after each step on `model`, while the object of `method` exists."""
     _methods_after_steps[model] = WeakMethod(method)
 
 
@@ -177,7 +177,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for model in models:
         method = _methods_after_steps.get(model, lambda: None)()
         if method is not None:
-            method(model)
+            method(optimizer)
 
 
 def _optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map
 
 from fused_tp.backends.messages.torch_dist import TorchDist, torch_dist
 from fused_tp.core import settings
-from fused_tp.core.checks import is_check_due
-from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.core.checks import is_capturing, is_change_check_due, is_check_due
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, RankMismatchError
 from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range
 from fused_tp.core.store import exchange
@@ -47,6 +48,7 @@ from fused_tp.parallelizing.readers import forward_source_contains
 from fused_tp.parallelizing.sequence_sharding import INNER_STAGE_ATTRIBUTE
 from fused_tp.parallelizing.shard_plan import Style, resolve_plan
 from fused_tp.parallelizing.state_dict import check_buffers, load_full_state_dict, materialize
+from fused_tp.pipelining.rank_checks import HyperparameterCheck, NumbersOfRanks
 from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
 from fused_tp.pipelining.stages import (
     PROBE_TOKENS,
@@ -69,6 +71,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 _IGNORED_LABEL = -100  # label of ignored tokens, as everywhere in transformers
 _TIED_TOLERANCE = 1e-4  # relative difference of copies of a parameter that the order of sums may explain
 _SCALE_TOLERANCE = 0.01  # relative difference of factors between stages that rounding may explain
+_NOT_HERE = -1  # in place of a flag of a parameter that another rank holds
 _LABEL_NAMES = ("labels", "shift_labels")
 # Argument of forward: divisor of the sum over targets, in place of a microbatch's own number of targets.
 _TARGET_COUNT_NAME = "num_items_in_batch"
@@ -527,7 +530,9 @@ class Pipeline:
             shared_meshes = [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None]
             watch_model(stage.model, shared_meshes, is_stage=pp_mesh.size() > 1)
             call_before_steps(stage.model, self._record_gradient_scale)
-            call_after_steps(stage.model, self._record_changes)
+            call_after_steps(stage.model, self._record_step)
+        self._hyperparameter_check = HyperparameterCheck()
+        self._total_steps = 0  # steps of optimizers up to the last call of `step`
         self._recorder = Recorder()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -548,10 +553,12 @@ class Pipeline:
         self._check_parameters()
         self._check_steps()
         prepared_batch = self._prepare_batch(batch, with_labels=True)
+        rank_states = self._gather_rank_states()
         earlier_gradients = [] if self._has_unsynced_gradients else self._detach_gradients()
         try:
             with self._backward_context():
                 losses = self._run_schedule(prepared_batch)
+            self._check_rank_states(rank_states)
             self._has_unsynced_gradients = True
             if sync_gradients:
                 self._sync_gradients()
@@ -565,9 +572,9 @@ class Pipeline:
             raise
         for parameter, grad in earlier_gradients:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        is_checked = is_check_due(self._step_count)
-        self._gradient_norms = self._local_gradient_norms() if is_checked else None
-        self._num_changes = self._count_changes() if is_checked and self._pp_mesh.size() > 1 else None
+        self._gradient_norms = self._local_gradient_norms() if is_check_due(self._step_count) else None
+        is_checked = is_change_check_due(self._step_count) and self._pp_mesh.size() > 1
+        self._num_changes = self._count_changes() if is_checked else None
         self._gradient_scale, self._has_changed_gradients = None, False
         return self._broadcast_loss(losses)
 
@@ -620,30 +627,35 @@ class Pipeline:
         """Compare over pipeline ranks what optimizers did since the last step; log changes that no optimizer made.
 
         Raises:
-            RankMismatchError: optimizers stepped the stages a different number of times. Each stage reports its
+            RankMismatchError: optimizers stepped the stages a different number of times. Each rank reports its
                 most-stepped optimizer: several optimizers may divide parameters differently per stage.
             ValueError: gradients of the stages were scaled by different factors.
         """
         self._step_count += 1
-        is_due, was_due = (is_check_due(count) for count in (self._step_count, self._step_count - 1))
+        is_due, was_due = (is_change_check_due(count) for count in (self._step_count, self._step_count - 1))
         if not (is_due or was_due) or self._pp_mesh.size() == 1:
             return
-        steps = max(
-            (count for stage in self.stages.values() for count in optimizer_step_counts(stage.model)), default=0
-        )
-        report = [steps, self._gradient_scale, self._has_changes_by_hand(), self._tied_copy()]
-        reports = gather_over_meshes([self._pp_mesh], "optimizer steps", report)
-        if is_due:
+        hyperparameters = self._hyperparameter_check.report(self._step_count)
+        report = [
+            self._max_steps(),
+            self._gradient_scale,
+            self._has_changes_by_hand(),
+            hyperparameters,
+            self._tied_copy(),
+        ]
+        reports = gather_over_meshes([self._pp_mesh], "changes between steps", report)
+        if is_check_due(self._step_count):
             check_equal_steps([self._pp_mesh], [count for count, *_ in reports if count])  # frozen stages report 0
+        self._hyperparameter_check.compare([report[3] for report in reports], self._pp_mesh)
         self._check_tied_copies([copy for *_, copy in reports if copy is not None])
         if any(report[2] for report in reports):
             warn_once(
                 [self._pp_mesh],
                 "changes by hand",
                 "Parameters or gradients of a pipeline's stages were changed since its last step, but not by an "
-                "optimizer of torch.optim. If the change depends on a norm or a maximum over pipe.parameters(), that "
-                "is one of a rank's stages only: combine it over the ranks of the pipeline, for example by "
-                "fused_tp.all_reduce(squared_norm, group=mesh['pp']).",
+                "optimizer of torch.optim itself (subclasses may compute norms). If the change depends on a norm or a "
+                "maximum over pipe.parameters(), that is one of a rank's stages only: combine it over the ranks of the "
+                "pipeline, for example by fused_tp.all_reduce(squared_norm, group=mesh['pp']).",
             )
         scales = [report[1] for report in reports if report[1] is not None]
         if scales and max(scales) - min(scales) > _SCALE_TOLERANCE * max(scales):
@@ -651,6 +663,52 @@ class Pipeline:
                 "between the pipeline's step and the optimizer's, gradients of the stages were scaled by different "
                 f"factors, from {min(scales):.4g} to {max(scales):.4g}. Most likely torch.nn.utils.clip_grad_norm_ "
                 "scaled each stage by its own norm. Use the pipeline's clip_grad_norm_(max_norm)."
+            )
+
+    def _gather_rank_states(self) -> NumbersOfRanks | None:
+        """Gather the numbers that `_check_rank_states` compares. A collective call."""
+        if self._pp_mesh.size() == 1 or is_capturing():
+            return None
+        counts = [optimizer_step_counts(stage.model) for stage in self.stages.values()]
+        earlier_total, self._total_steps = self._total_steps, sum(map(sum, counts))
+        tied = self._tied_parameters()
+        numbers = [
+            max(map(len, counts)),
+            self._max_steps(),
+            self._total_steps != earlier_total,
+            *(tied[stage].requires_grad if stage in tied else _NOT_HERE for stage in (0, len(self.parts) - 1)),
+        ]
+        return NumbersOfRanks(numbers, self._group, torch.device(self._pp_mesh.device_type))
+
+    def _check_rank_states(self, states: NumbersOfRanks | None) -> None:
+        """Compare over pipeline ranks if optimizers have stepped, and if copies of a tied parameter are trained.
+
+        Raises:
+            RankMismatchError: only some ranks have stepped an optimizer since the last step of the pipeline.
+            ValueError: only one copy of the parameter that the first and last stage share requires a gradient.
+        """
+        if states is None:
+            return
+        rows = states.read()
+        # Frozen stages have no optimizers. Where ranks have different numbers of them, these may step in turn.
+        with_optimizers = [(rank, row) for rank, row in enumerate(rows) if row[0]]
+        num_optimizers, step_counts, has_stepped = ([row[column] for _, row in with_optimizers] for column in range(3))
+        if len(set(has_stepped)) > 1 and (len(set(num_optimizers)) == 1 or len(set(step_counts)) > 1):
+            stepped_rank, other_rank = (with_optimizers[has_stepped.index(flag)][0] for flag in (1, 0))
+            raise RankMismatchError(
+                f"since the pipeline's last step, pipeline rank {stepped_rank} has stepped its optimizer, but pipeline "
+                f"rank {other_rank} has not, most likely because of a norm over the parameters or gradients of its own "
+                "stages. Their parameters no longer match: resume from a checkpoint. Skip steps on all ranks or on "
+                "none: decide by pipe.clip_grad_norm_(max_norm), which returns the norm over all stages, or use "
+                "torch.amp.GradScaler."
+            )
+        first_flag, last_flag = (max(row[column] for row in rows) for column in (3, 4))
+        if self._tied_names is not None and first_flag != last_flag:
+            trained, frozen = self._tied_names if first_flag else self._tied_names[::-1]
+            raise ValueError(
+                f"{trained!r} requires a gradient, but {frozen!r} does not, and they are one parameter, of which the "
+                "first and the last stage hold a copy each. Call requires_grad_ for both names: each rank has those "
+                "of its stages in pipe.named_parameters()."
             )
 
     def _check_tied_copies(self, copies: Sequence[Sequence[float]]) -> None:
@@ -666,13 +724,21 @@ class Pipeline:
                 "noise, or a norm over the parameters of one rank. Treat both copies alike on their ranks."
             )
 
+    def _max_steps(self) -> int:
+        """Return the number of steps of this rank's most-stepped optimizer."""
+        return max((count for stage in self.stages.values() for count in optimizer_step_counts(stage.model)), default=0)
+
     def _count_changes(self) -> int:
         """Return the number of changes in place of this rank's parameters."""
         return sum(tensor_version(_local_tensor(parameter)) or 0 for parameter in self.parameters())
 
-    def _record_changes(self, model: nn.Module) -> None:
-        """Record that the changes so far are those of an optimizer. Runs after its step."""
-        if self._num_changes is not None:
+    def _record_step(self, optimizer: Optimizer) -> None:
+        """Record hyperparameters, and that the changes so far are those of an optimizer. Runs after its step."""
+        if self._num_changes is None:
+            return
+        self._hyperparameter_check.record(optimizer)
+        # The step of another class may compute a norm over its parameters, those of one rank's stages.
+        if f"{type(optimizer).__module__}.".startswith("torch.optim."):
             self._num_changes = self._count_changes()
 
     def _has_changes_by_hand(self) -> bool:
@@ -682,17 +748,20 @@ class Pipeline:
 
     def _tied_copy(self) -> list[float] | None:
         """Return norm and projection of this rank's copy of the parameter that two stages on different ranks share."""
-        if self._tied_names is None:
+        tied_parameters = self._tied_parameters()
+        if len(tied_parameters) != 1:
             return None
-        stage_indices = (0, len(self.parts) - 1)
-        local_names = [pair for pair in zip(stage_indices, self._tied_names, strict=True) if pair[0] in self.stages]
-        if len(local_names) != 1:
-            return None
-        ((stage_index, name),) = local_names
-        values: list[float] = norm_and_projection(
-            _local_tensor(self.stages[stage_index].model.get_parameter(name)).detach()
-        ).tolist()
+        values: list[float] = norm_and_projection(_local_tensor(*tied_parameters.values()).detach()).tolist()
         return values
+
+    def _tied_parameters(self) -> dict[int, nn.Parameter]:
+        """Return this rank's copies of the parameter that the first and last stage share, by stage."""
+        stage_indices = (0, len(self.parts) - 1)
+        return {
+            stage_index: self.stages[stage_index].model.get_parameter(name)
+            for stage_index, name in zip(stage_indices, self._tied_names or (), strict=False)
+            if stage_index in self.stages
+        }
 
     def _record_gradient_scale(self, model: nn.Module) -> None:
         """Record the factor by which all gradients were scaled since the pipeline's step, if it is the same for all.
@@ -950,14 +1019,8 @@ class Pipeline:
     def _add_tied_gradients(self) -> None:
         """Sum the gradients of the parameter that the first and last stage share, in the same order on both."""
         last_stage = len(self.parts) - 1
-        if self._tied_names is None or not last_stage:
-            return
-        tied_parameters: dict[int, nn.Parameter] = {
-            stage_index: self.stages[stage_index].model.get_parameter(name)
-            for stage_index, name in zip((0, last_stage), self._tied_names, strict=True)
-            if stage_index in self.stages
-        }
-        if not tied_parameters or not next(iter(tied_parameters.values())).requires_grad:
+        tied_parameters = self._tied_parameters()
+        if not last_stage or not tied_parameters or not next(iter(tied_parameters.values())).requires_grad:
             return
         if len({id(p) for p in tied_parameters.values()}) < len(tied_parameters):
             return  # both stages are on this rank and share one parameter: autograd has summed both gradients

@@ -456,6 +456,121 @@ def test_what_a_pipeline_does_not_see_as_a_whole(group: dist.ProcessGroup) -> No
         assert sum("microbatches have 8 to 16 labels" in line for line in lines) == 1, lines
 
 
+class NormRate(torch.optim.SGD):
+    """SGD whose learning rate is computed from the norm of all gradients, from its third step on."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        for group in self.param_groups if self.num_steps > 2 else ():
+            group["lr"] = 0.1 / (1 + float(norm_of_gradients(group["params"])))
+        return super().step(closure)
+
+
+def norm_of_gradients(parameters: Any) -> Tensor:
+    return torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+
+
+@on_ranks(4)
+def test_hyperparameters_from_the_norm_of_one_ranks_stages(group: dist.ProcessGroup) -> None:
+    """Log lines name them, and optimizers of other classes than torch's, but not rates and schedules by layer."""
+    mesh, tokens = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "pp")), make_tokens(4, 8) % 37
+    by_hand, by_norm = "changes by hand", "hyperparameter {!r} of {}"
+
+    def train(make_optimizer: Callable[[Pipeline], Any], change: Callable[[Pipeline, Any, int], None]) -> list[str]:
+        pipe = fused_tp.pipeline(Layered("none"), mesh["pp"], microbatches=2, loss_fn=mean_loss)
+        optimizer = make_optimizer(pipe)
+        with (
+            mock.patch("fused_tp.pipelining.pipeline.warn_once") as changes,
+            mock.patch("fused_tp.pipelining.rank_checks.warn_once") as factors,
+        ):
+            for step in range(6):
+                pipe.step({"tokens": tokens, "labels": tokens})
+                change(pipe, optimizer, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        return sorted({call.args[1] for call in [*changes.call_args_list, *factors.call_args_list]})
+
+    def nothing(pipe: Pipeline, optimizer: Any, step: int) -> None:
+        pass
+
+    def set_rate(pipe: Pipeline, optimizer: Any, step: int) -> None:
+        if step > 2:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + float(norm_of_gradients(pipe.parameters())))
+
+    def set_decay(pipe: Pipeline, optimizer: Any, step: int) -> None:
+        if step > 2:
+            norms = [float(p.detach().norm()) for p in pipe.parameters()]
+            optimizer.param_groups[0]["weight_decay"] = sum(norms) / 1e3
+
+    def sgd(pipe: Pipeline) -> Any:
+        return torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
+
+    def adamw(pipe: Pipeline) -> Any:
+        return torch.optim.AdamW([{"params": [p], "weight_decay": 0.1} for p in pipe.parameters()], 1e-3)
+
+    def rates_by_layer(pipe: Pipeline) -> Any:
+        groups = [{"params": [p], "lr": 0.1 * 0.8**index} for index, p in enumerate(pipe.parameters())]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    def anneal(pipe: Pipeline, optimizer: Any, step: int) -> None:
+        for parameter_group in optimizer.param_groups:
+            rate = parameter_group.setdefault("initial_lr", parameter_group["lr"])
+            parameter_group["lr"] = 1e-3 + (rate - 1e-3) / (1 + step)
+
+    assert train(lambda pipe: NormRate(pipe.parameters(), 0.1), nothing) == [by_hand, by_norm.format("lr", "NormRate")]
+    assert train(sgd, set_rate) == [by_norm.format("lr", "SGD")]
+    assert train(lambda pipe: torch.optim.AdamW(pipe.parameters()), set_decay) == [
+        by_norm.format("weight_decay", "AdamW")
+    ]
+    for make_optimizer in (sgd, adamw, rates_by_layer):
+        assert train(make_optimizer, anneal) == []
+
+
+@on_ranks(4)
+def test_optimizer_steps_that_some_ranks_skip(group: dist.ProcessGroup) -> None:
+    """The next step of the pipeline raises, but not if all ranks skip, accumulate, or begin later."""
+    mesh, tokens = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "pp")), make_tokens(4, 8) % 37
+    batch = {"tokens": tokens, "labels": tokens}
+    for zeroes in (True, False):
+        pipe = fused_tp.pipeline(Layered("none"), mesh["pp"], microbatches=2, loss_fn=mean_loss)
+        optimizer = torch.optim.SGD(pipe.parameters(), 1e-3)
+        for step in range(20):
+            pipe.step(batch)
+            if step % 7 == 4:  # all ranks accumulate
+                continue
+            if step < 19 or group.rank() % 2:
+                optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+        refuses(RankMismatchError, "pipeline rank 1 has stepped its optimizer, but pipeline rank 0", pipe.step, batch)
+    # The first stage is trained later.
+    pipe = fused_tp.pipeline(Layered("none"), mesh["pp"], microbatches=2, loss_fn=mean_loss)
+    optimizers = [torch.optim.SGD(pipe.parameters(), 1e-3)]
+    for step in range(12):
+        pipe.step(batch)
+        if step == 6:
+            optimizers = [torch.optim.SGD(pipe.parameters(), 1e-3)]
+        for optimizer in optimizers if step > 5 or group.rank() % 2 else ():
+            optimizer.step()
+
+
+@on_ranks(4)
+def test_copies_of_a_tied_parameter_of_which_one_is_frozen(group: dist.ProcessGroup) -> None:
+    mesh, tokens = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "pp")), make_tokens(4, 8)
+    batch = {"input_ids": tokens, "labels": tokens}
+    pipe = fused_tp.pipeline(make("llama", tied=True), mesh["pp"], microbatches=2)
+    pipe.step(batch)
+    for names, is_refused in ((("embed_tokens",), True), (("embed_tokens", "lm_head"), False)):
+        for name, parameter in pipe.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in names))
+        if is_refused:
+            refuses(ValueError, "'lm_head.weight' requires a gradient, but 'model.embed_tokens", pipe.step, batch)
+        else:
+            pipe.step(batch)
+
+
 @on_ranks(4)
 def test_a_parameter_of_two_names_on_one_rank(group: dist.ProcessGroup) -> None:
     """Optimizers get it once, state dicts have both names."""
