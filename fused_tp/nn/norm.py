@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.core.group import GroupLike
 from fused_tp.nn.optimizers import PLAIN_SHARDINGS
-from fused_tp.nn.sharding import Memo, PartsShard, check_mesh, local_shard, shard_parameter
+from fused_tp.nn.sharding import Memo, PartsShard, check_mesh, local_shard, renamed_error, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -119,12 +119,17 @@ def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
             for name in names:
                 owner_path, _, attribute = name.rpartition(".")
                 owner_module = self.get_submodule(owner_path)
-                # A plain tensor after plain_parameters_, or in a nested call.
-                parameter = owner_module._parameters[attribute]
+                # A plain tensor after plain_parameters_, or in a nested call. Not in `_parameters` after pruning, which
+                # computes it from a parameter of another name before each forward.
+                parameter = getattr(owner_module, attribute, None)
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
-                elif isinstance(parameter, nn.Parameter) and attribute in getattr(owner_module, PLAIN_SHARDINGS, {}):
-                    placement = getattr(owner_module, PLAIN_SHARDINGS)[attribute].placement
+                elif attribute not in (plain_shardings := getattr(owner_module, PLAIN_SHARDINGS, {})):
+                    continue
+                elif attribute not in owner_module._parameters:
+                    raise renamed_error(owner_module, attribute)
+                elif isinstance(parameter, nn.Parameter):
+                    placement = plain_shardings[attribute].placement
                 else:
                     continue
                 if is_summed and placement.is_replicate():

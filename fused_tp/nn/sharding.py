@@ -220,13 +220,28 @@ def unset_value(dtype: torch.dtype) -> float:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
 
 
+def renamed_error(module: nn.Module, key: str) -> ValueError:
+    """Return the error for a converted parameter that `module` no longer has, so that its layout is not known."""
+    return ValueError(
+        f"the parameter {key!r} of {type(module).__name__} was removed or renamed after it was sharded, as by pruning "
+        f"or weight_norm: the layer has {sorted(module._parameters)}. Undo this first (torch.nn.utils.prune.remove, "
+        "remove_weight_norm), or change the model before it is sharded."
+    )
+
+
+def _current_parameter(module: nn.Module, key: str) -> nn.Parameter | None:
+    if key not in module._parameters:
+        raise renamed_error(module, key)
+    return module._parameters[key]
+
+
 def packed_dims(module: nn.Module) -> dict[int, int]:
     """Map the id of each packed parameter of `module` to the first of the two dims that are one dim in the original.
 
     See `shard_parameter`. Rejected: names as keys, because checkpoint wrappers change the names in a state dict.
     """
     return {
-        id(child._parameters[key]): dim
+        id(_current_parameter(child, key)): dim
         for child in module.modules()
         for key, dim in vars(child).get("_packed_parameter_dims", {}).items()  # not getattr: wrappers forward it
     }
@@ -296,7 +311,7 @@ def parameters_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterat
     replaced_parameters = []
     for child in module.modules() if recurse else [module]:
         for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
-            plain_parameter: Any = child._parameters[key]
+            plain_parameter: Any = _current_parameter(child, key)
             if plain_parameter is not None and not isinstance(plain_parameter, DTensor):  # a DTensor is shown already
                 dtensor = as_dtensor(plain_parameter.detach(), sharding.mesh, sharding.placement, sharding.shape)
                 parameter = nn.Parameter(dtensor, requires_grad=plain_parameter.requires_grad)
@@ -330,7 +345,7 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
     dtensors: dict[int, DTensor] = {}
     for child in module.modules():
         for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
-            parameter = child._parameters[key]
+            parameter = _current_parameter(child, key)
             if parameter is None:
                 continue
             expected_shape = list(sharding.shape)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from fused_tp.nn import ParallelMLP
+from fused_tp.nn import ParallelMLP, gather_state_dict, plain_parameters_
 from fused_tp.nn.norm import sequence_parallel_
 from tests.distributed.layers import Gated, assert_same
 from tests.reference import refuses, seeded
@@ -95,6 +97,31 @@ def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "has submodules", sequence_parallel_, nn.Sequential(nn.LayerNorm(6)), mesh)
     refuses(TypeError, "is a DTensor", sequence_parallel_, sharded, mesh)
     refuses(TypeError, "mesh must be", sequence_parallel_, nn.LayerNorm(6), group)
+
+
+CHANGES: tuple[Callable[[Any], object], ...] = (
+    lambda norm: prune.random_unstructured(norm, "weight", 0.5),
+    lambda norm: prune.remove(prune.random_unstructured(norm, "bias", 0.5), "bias"),
+    lambda norm: norm.register_parameter("bias", None),
+    lambda norm: norm.register_buffer("weight", norm._parameters.pop("weight").detach() * 2),
+)
+
+
+@on_ranks(2)
+def test_replicated_parameters_that_are_renamed_or_removed_later(group: dist.ProcessGroup) -> None:
+    mesh = device_mesh(group)
+    for change in CHANGES:
+        full = nn.LayerNorm(6, dtype=torch.float64)
+        sharded = sequence_parallel_(copy.deepcopy(full), mesh)
+        for norm in (full, sharded):
+            torch.manual_seed(3)
+            change(norm)
+        check(group, full, sharded, True)
+    plain = plain_parameters_(sequence_parallel_(nn.LayerNorm(6), mesh))
+    prune.random_unstructured(plain, "weight", 0.5)
+    calls = (lambda: plain(torch.ones(2, 6)), lambda: gather_state_dict(plain), lambda: plain.apply(lambda _: None))
+    for call in calls:
+        refuses(ValueError, "removed or renamed after it was sharded", call)
 
 
 @on_ranks(1)
