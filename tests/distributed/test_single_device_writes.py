@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import init
+from torch.optim import swa_utils
 
 from fused_tp.integrations.dtensor import FusedColwiseParallel
 from fused_tp.nn import (
@@ -52,6 +54,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "scaled row": lambda w: w.__setitem__(2, w[2] * 3),
     "rows of a transposed view": lambda w: w.t()[:, 1:].mul_(2),
     "filled rows": lambda w: w[2:5].index_fill_(0, torch.tensor([1]), 3.0),
+    "outer product": lambda w: w.addr_(w[:, 0].clone(), w[0].clone(), alpha=0.5),
     "broadcast": lambda w: w.mul_(w[:1].clone()),
     "whole": lambda w: w.addcmul_(w, w.neg(), value=0.5).copy_(w[1:2].clone()),
 }
@@ -163,3 +166,151 @@ def test_init_under_fsdp(group: dist.ProcessGroup) -> None:
         for parameter in model.parameters():
             init.normal_(parameter)
     assert_same_state(own, whole, "FSDP2")
+
+
+NUMBERS: dict[str, Any] = {"p": 0.3, "train": True, "training": True, "num_samples": 3, "n": 6, "low": 2, "high": 7}
+NUMBERS |= {"from": 1, "to": 6, "std": 0.5, "mean": 1.0}
+
+
+def random_ops() -> list[Any]:
+    """All random operations of torch that take a tensor, but those of attention and recurrent layers."""
+    names = [
+        name.removeprefix("aten::").split(".") for name in torch._C._dispatch_get_all_op_names() if "aten::" in name
+    ]
+    ops = [getattr(getattr(torch.ops.aten, name[0]), (*name, "default")[1]) for name in names]
+    return [
+        op
+        for op in ops
+        if torch.Tag.nondeterministic_seeded in op.tags
+        and any(isinstance(argument.type, torch.TensorType) for argument in op._schema.arguments)
+        and not any(argument.name in ("dropout", "dropout_p") for argument in op._schema.arguments)
+    ]
+
+
+def draw(op: Any, tensor: Any) -> list[Any]:
+    """Results of `op`, and the tensors that it writes, with `tensor` and others like it as arguments."""
+    arguments: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        if isinstance(argument.type, torch.TensorType):
+            arguments[argument.name] = tensor.clone()
+        elif argument.name == "size":
+            arguments[argument.name] = tuple(tensor.shape)
+        elif argument.name in NUMBERS and not (argument.has_default_value() and argument.name in ("low", "from")):
+            arguments[argument.name] = NUMBERS[argument.name]
+    torch.manual_seed(11)
+    results = op(**arguments)
+    written = [arguments[argument.name] for argument in op._schema.arguments if argument.is_write]
+    return [results] if isinstance(results, torch.Tensor) else [*results, *written]
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_random_operations_draw_as_one_process(group: dist.ProcessGroup) -> None:
+    _, own = make(group)
+    weights = [own[0].weight, own[1].weight, own[1].bias, own[4].weight]
+    compared, refused = set(), {}
+    for weight in weights:
+        layout = weight.device_mesh, weight.placements
+        full = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1))
+        for op in random_ops():
+            try:
+                expected, state = draw(op, full), torch.get_rng_state()
+            except (RuntimeError, NotImplementedError):  # another device or another number of dims
+                continue
+            try:
+                actual = draw(op, distribute_tensor(full, *layout))
+            except (NotImplementedError, ValueError) as error:
+                refused[op.name()] = str(error)
+                continue
+            for one, other in zip(actual, expected, strict=True):
+                assert torch.equal(one.full_tensor(), other), f"{op.name()} {layout[1]}"
+            assert torch.equal(torch.get_rng_state(), state), op.name()
+            compared.add(op.name())
+    assert set(refused) <= {"aten::randperm.out", "aten::randn.out"} and all(
+        text.endswith(".") for text in refused.values()
+    )
+    assert {
+        "aten::bernoulli",
+        "aten::multinomial",
+        "aten::rrelu_",
+        "aten::native_dropout",
+        "aten::binomial",
+    } <= compared
+    rows, terms = weights[0][1:4], DTensor.from_local(torch.ones(3), weights[0].device_mesh, [Partial()])
+    torch.manual_seed(3)
+    drawn = torch.normal(rows, 0.1).full_tensor()
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.normal(rows.full_tensor(), 0.1))
+    assert torch.randn_like(terms).placements == torch.poisson(terms).placements == (Replicate(),)
+
+
+@on_ranks(2)
+def test_gradients_of_random_operations(group: dist.ProcessGroup) -> None:
+    whole, own = make(group)
+    for function in (
+        lambda w: F.rrelu(w, training=True),
+        lambda w: F.rrelu(w * 1, training=True, inplace=True),
+        lambda w: torch.native_dropout(w, 0.4, True)[0],
+        lambda w: torch.native_dropout(w, 0.4, False)[0],
+        lambda w: torch.native_dropout(w, 1.0, True)[0],
+    ):
+        for model in (whole[:4], own[:4]):
+            torch.manual_seed(5)
+            for module in model:
+                (grad,) = torch.autograd.grad((function(module.weight) ** 2).sum(), module.weight)
+                module.weight.data.copy_(grad)
+        assert_same_state(own, whole, "gradient")
+        init.uniform_(whole[0].weight)
+        own[0].weight.data = whole[0].weight.data
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_operations_on_lists_of_tensors_and_dtensors(group: dist.ProcessGroup) -> None:
+    states = []
+    for model in make(group):
+        weights = [*(module.weight for module in model[:4]), torch.ones(3)]
+        teachers = [torch.zeros_like(weight) for weight in weights]
+        torch._foreach_copy_(teachers, weights)
+        torch._foreach_mul_(weights, [1.5, 2.0, 3.0, 4.0, 5.0])
+        torch._foreach_lerp_(teachers, weights, 0.3)
+        torch._foreach_add_(teachers, weights, alpha=0.5)
+        torch._foreach_addcdiv_(teachers, weights, torch._foreach_add(torch._foreach_abs(weights), 1.0), 2)
+        torch._foreach_addcmul_(teachers, weights, weights, torch.arange(5.0))
+        torch._foreach_minimum_(teachers, 1.0)
+        teachers += torch._foreach_max(teachers)
+        rows = [weight[1:4] for weight in weights[:2]]
+        torch._foreach_zero_(rows)
+        states.append([t.full_tensor() if isinstance(t, DTensor) else t for t in [*teachers, *weights]])
+    for whole_tensor, own_tensor in zip(*states, strict=True):
+        assert torch.allclose(own_tensor, whole_tensor)
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_averaged_model_with_buffers(group: dist.ProcessGroup) -> None:
+    states = []
+    for model in make(group):
+        student = nn.ModuleList([model[0], nn.BatchNorm1d(9)])
+        student[1].num_batches_tracked = None  # torch's SWA cannot average integers
+        for function in (swa_utils.get_ema_multi_avg_fn(0.5), swa_utils.get_swa_multi_avg_fn()):
+            average = swa_utils.AveragedModel(student, multi_avg_fn=function, use_buffers=True)
+            for _ in range(3):
+                average.update_parameters(student)
+                student[0].weight.mul_(2)
+                student[1].running_mean.add_(1)
+            states.append([average.module[0].weight, average.module[1].running_mean])
+    for whole_tensors, own_tensors in zip(states[:2], states[2:], strict=True):
+        assert torch.allclose(own_tensors[0].full_tensor(), whole_tensors[0])
+        assert torch.equal(own_tensors[1], whole_tensors[1])
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_a_norm_of_shards_can_be_written(group: dist.ProcessGroup) -> None:
+    whole, own = make(group)
+    for dim in (0, 1):
+        expected = whole[0].weight.norm(dim=dim).clamp_min_(0.5)
+        actual: Any = own[0].weight.norm(dim=dim).clamp_min_(0.5)
+        assert torch.allclose(actual.full_tensor(), expected)
+    refuses(ValueError, "whose ranks hold partial sums", own[0].weight.norm(dim=0)[1:].clamp_min_, 0.5)
