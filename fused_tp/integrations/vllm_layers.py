@@ -161,6 +161,16 @@ class EmbeddingMethod(PackedHeadMethod):
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
+class _LayerType(type):
+    """Type of the plugin's layers. Subclasses of vLLM's layers, such as GateLinear, count as theirs.
+
+    vLLM's LoRA replaces instances of what is registered for a name, here a layer of the plugin.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__bases__[-1])
+
+
 class _PackedLinear:
     """Mixin of linear layers: replaces the method of unquantized weights."""
 
@@ -175,23 +185,23 @@ class _PackedLinear:
             self.quant_method = PackedLinearMethod()
 
 
-class PackedReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear):
+class PackedReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear, metaclass=_LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear):
+class PackedColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear, metaclass=_LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedMergedLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear):
+class PackedMergedLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear, metaclass=_LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedQKVLinear(_PackedLinear, linear_layers.QKVParallelLinear):
+class PackedQKVLinear(_PackedLinear, linear_layers.QKVParallelLinear, metaclass=_LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear):
+class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear, metaclass=_LayerType):
     """vLLM's layer with a packed weight, whose result is summed over the ranks in place."""
 
     def forward(self, input_: Tensor) -> Any:
@@ -228,13 +238,13 @@ class _PackedVocabulary:
             self.quant_method = self.method()
 
 
-class PackedEmbedding(_PackedVocabulary, embedding_layers.VocabParallelEmbedding):
+class PackedEmbedding(_PackedVocabulary, embedding_layers.VocabParallelEmbedding, metaclass=_LayerType):
     """vLLM's layer without vLLM's packed copy of the weight."""
 
     method = EmbeddingMethod
 
 
-class PackedHead(_PackedVocabulary, embedding_layers.ParallelLMHead):
+class PackedHead(_PackedVocabulary, embedding_layers.ParallelLMHead, metaclass=_LayerType):
     """vLLM's layer with a packed weight."""
 
     method = PackedHeadMethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,27 @@ def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
 def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, "--dtype", "float32") as engine:
         check_cancelled_requests(engine, PROMPTS)
+
+
+def test_subclasses_of_replaced_layers() -> None:
+    """They count as instances of what is registered for their base class: vLLM's LoRA would pass over them."""
+    done = subprocess.run([sys.executable, "-c", SUBCLASSES], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+SUBCLASSES = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.model_executor.custom_op import maybe_get_oot_by_class
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
+
+registered = maybe_get_oot_by_class(ReplicatedLinear)
+assert registered is not ReplicatedLinear
+for layer_class in (GateLinear, ReplicatedLinear, registered):
+    assert isinstance(layer_class.__new__(layer_class), registered)
+assert not isinstance(ColumnParallelLinear.__new__(ColumnParallelLinear), registered)
+"""
 
 
 def test_collectives() -> None:
