@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import init
+from torch.nn.utils import spectral_norm
 from torch.optim import swa_utils
 
 from fused_tp.integrations.dtensor import FusedColwiseParallel
@@ -314,3 +315,7 @@ def test_a_norm_of_shards_can_be_written(group: dist.ProcessGroup) -> None:
         actual: Any = own[0].weight.norm(dim=dim).clamp_min_(0.5)
         assert torch.allclose(actual.full_tensor(), expected)
     refuses(ValueError, "whose ranks hold partial sums", own[0].weight.norm(dim=0)[1:].clamp_min_, 0.5)
+    for model in (whole, own):
+        torch.manual_seed(0)
+        spectral_norm(model[0])(torch.ones(2, 6))
+    assert torch.allclose(own[0].weight.full_tensor(), whole[0].weight)
