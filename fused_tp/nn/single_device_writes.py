@@ -173,15 +173,25 @@ def _one_tensor_function(operation: OpOverload) -> Callable[..., Any] | None:
 
 @torch.no_grad()
 def _for_each(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call the operation of one tensor for each item of the lists, some of which may be plain tensors."""
-    function, kwargs = _one_tensor_function(func), kwargs or {}
+    """Call `func` on the local tensors, if all in a place of the lists are sharded alike; else item by item.
+
+    Some items may be plain tensors, such as buffers.
+    """
+    function, kwargs, original_args = _one_tensor_function(func), kwargs or {}, args
     assert function is not None
     is_scaled = function.__name__.startswith("addc")  # the factor is their fourth argument, or the keyword `value`
     if is_scaled and len(args) > 3 and isinstance(args[3], Tensor):
         args = (*args[:3], args[3].tolist())
     lists = [arg if isinstance(arg, (list, tuple)) else [arg] * len(args[0]) for arg in args]
+    items = [*zip(*lists, strict=True)]
+    if _packet_name(func).endswith("_") and all(
+        not tensor._is_view() and all(_is_sharded_like(tensor, value) for value in (tensor, *values))
+        for tensor, *values in items
+    ):
+        func(*tree_map_only(DTensor, lambda t: t._local_tensor, original_args), **kwargs)
+        return None
     results = []
-    for tensor, *values in zip(*lists, strict=True):
+    for tensor, *values in items:
         scale = {"value": values.pop()} if is_scaled and len(values) > 2 else {}
         results.append(function(tensor, *values, **scale, **kwargs))
     return results if func._schema.returns else None

@@ -265,19 +265,20 @@ def test_gradients_of_random_operations(group: dist.ProcessGroup) -> None:
         own[0].weight.data = whole[0].weight.data
 
 
+@pytest.mark.parametrize("has_plain_tensor", [True, False])
 @on_ranks(2)
 @torch.no_grad()
-def test_operations_on_lists_of_tensors_and_dtensors(group: dist.ProcessGroup) -> None:
+def test_operations_on_lists_of_tensors_and_dtensors(group: dist.ProcessGroup, has_plain_tensor: bool) -> None:
     states = []
     for model in make(group):
-        weights = [*(module.weight for module in model[:4]), torch.ones(3)]
+        weights = [*(module.weight for module in model[:4]), *[torch.ones(3)] * has_plain_tensor]
         teachers = [torch.zeros_like(weight) for weight in weights]
         torch._foreach_copy_(teachers, weights)
-        torch._foreach_mul_(weights, [1.5, 2.0, 3.0, 4.0, 5.0])
+        torch._foreach_mul_(weights, [1.5, 2.0, 3.0, 4.0, 5.0][: len(weights)])
         torch._foreach_lerp_(teachers, weights, 0.3)
         torch._foreach_add_(teachers, weights, alpha=0.5)
         torch._foreach_addcdiv_(teachers, weights, torch._foreach_add(torch._foreach_abs(weights), 1.0), 2)
-        torch._foreach_addcmul_(teachers, weights, weights, torch.arange(5.0))
+        torch._foreach_addcmul_(teachers, weights, weights, torch.arange(float(len(weights))))
         torch._foreach_minimum_(teachers, 1.0)
         teachers += torch._foreach_max(teachers)
         rows = [weight[1:4] for weight in weights[:2]]

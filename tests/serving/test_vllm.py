@@ -74,7 +74,7 @@ def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:
 
 
 def test_subclasses_of_replaced_layers() -> None:
-    """They count as instances of what is registered for their base class: vLLM's LoRA would pass over them."""
+    """Instances of what is registered for their base class, or vLLM's LoRA would pass over them."""
     done = subprocess.run([sys.executable, "-c", SUBCLASSES], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
