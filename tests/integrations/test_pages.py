@@ -27,7 +27,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 PAGES = ["README.md", "docs/quickstart.md", "docs/tutorial.md", "docs/install.md", "docs/development.md"]
 PAGES += sorted(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs" / "guides").glob("*.md"))
-NEEDS = {"GPU", "hosts", "Kubernetes", "SLURM", "Ray", "ms-swift", "torchtitan"}
+NEEDS = {"GPU", "hosts", "Kubernetes", "SLURM", "Ray", "ms-swift", "torchtitan", "vLLM", "SGLang", "network"}
 BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]+) -->\n)?```(py|sh|console)\n(.*?)^```$", re.M | re.S)
 SECONDS = 900
 
