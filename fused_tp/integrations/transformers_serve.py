@@ -113,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Example:
         $ torchrun --nproc-per-node 2 -m fused_tp.integrations.transformers_serve Qwen/Qwen3-0.6B --port 8000
-        $ curl localhost:8000/v1/completions -H 'Content-Type: application/json' \
-              -d '{"prompt": "Once", "max_tokens": 9}'
+        $ curl localhost:8000/v1/completions --json '{"prompt": "Once", "max_tokens": 9}'
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--continuous-batching" not in argv:  # requests one by one would run on rank 0 alone

@@ -226,8 +226,8 @@ def pipeline(
         disable_input_grads()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
     stages: dict[int, Stage] = {}
     checked_meshes = [pp_mesh, *meshes.values()]
+    allow_warnings()
     if verify is not False:  # each rank computes the whole model
-        allow_warnings()
         check_equal_models(model, checked_meshes)
     whole_stage = Stage(model, Boundary(), 0, 1, is_hf, loss_fn)
     verify_outputs = verify

@@ -186,7 +186,7 @@ class Stateful(Block):
         self.weak_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.namespace = SimpleNamespace(count=0)
 
-    @cache  # noqa: B019
+    @cache  # noqa: B019  # the test is of caches like it
     def draw_once(self) -> float:
         return self.own_random.random()
 

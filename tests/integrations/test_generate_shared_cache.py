@@ -99,6 +99,14 @@ def test_a_cache_of_what_keys_are_made_of(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_reading_keys_of_a_sharded_cache_is_refused(group: dist.ProcessGroup) -> None:
+    parallel = parallelize(make("llama"), mesh_of(group, 2, 1)).eval()
+    cache = generated(parallel, make_tokens(3, 9), use_cache=True).past_key_values
+    refuses(AttributeError, "keys of this cache are sharded", getattr, cache.layers[0], "keys")
+    refuses(AttributeError, "keys of this cache are sharded", list, cache)
+
+
+@on_ranks(2)
 def test_keys_that_are_not_in_the_cache_are_refused(group: dist.ProcessGroup) -> None:
     """JetMoE repeats keys behind the cache."""
     with mock.patch.dict(FAMILIES, jetmoe=Family()):

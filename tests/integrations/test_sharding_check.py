@@ -159,6 +159,9 @@ RARE: dict[str, Callable[[Tensor], Tensor]] = {  # over tokens, without effect o
     "cumsum": lambda x: x * (x > 9).cumsum(1),
     "roll": lambda x: x * (x > 9).roll(shifts=(1, 1), dims=(0, -2)),
     "sort": lambda x: x * (x > 9).int().sort(dim=1).values,
+    "mean": lambda x: x * (1 + (x > 9).float().mean(1, keepdim=True)),
+    "any": lambda x: x * ~(x > 9).any(dim=(0, 1)),
+    "max": lambda x: x * torch.where((x > 9).int().max() > 0, 2.0, 1.0),
     "diff": lambda x: x * F.pad((x > 9).int().diff(dim=1), (0, 0, 1, 0)),
 }
 

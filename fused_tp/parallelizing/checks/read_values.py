@@ -48,7 +48,7 @@ class RecordReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if torch.compiler.is_compiling():
             return result
-        if name in _READS and isinstance(args[0], Tensor):
+        if name in _READS and args and isinstance(args[0], Tensor):
             self.record(args[:1])
         elif name in _COMPARISONS and isinstance(result, Tensor) and result.numel() == 1:
             self.record(t for t in args if isinstance(t, Tensor) and t.is_floating_point())

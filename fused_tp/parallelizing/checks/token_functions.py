@@ -72,7 +72,7 @@ class FindTokenFunctions(TorchFunctionMode):
                 if isinstance(dim, bool):  # `unbiased` of std and var
                     dim = default
                 dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-                if dim == _ALL_DIMS or any(isinstance(d, int) and d % args[0].ndim == 1 for d in dims):
+                if isinstance(dim, str) or any(isinstance(d, int) and d % args[0].ndim == 1 for d in dims):
                     self._record(name)
         return func(*args, **kwargs)
 
