@@ -124,6 +124,25 @@ assert tables.all_tables()
 """
 
 
+def test_lint_needs_no_library_of_the_tests() -> None:
+    """`make lint` runs in an environment of its own: a library of another extra has to be named in mypy's overrides."""
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["mypy"]
+    paths = [REPOSITORY / path for path in config["files"]]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    imported: set[str] = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported.add(node.module or "")
+    overridden = {name.partition(".")[0] for override in config["overrides"] for name in override["module"]}
+    # What the package and the extra `dev` install (rich with import-linter), and folders of the repository.
+    installed = {"torch", "numpy", "pytest", "rich", "typing_extensions", "tests", "examples", "native_build"}
+    missing = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - overridden - installed
+    assert not missing, f"mypy cannot find {sorted(missing)}: add them to its overrides in pyproject.toml"
+
+
 def test_documentation_needs_no_library_of_the_tests() -> None:
     done = run(sys.executable, "-c", IMPORT_TABLES)
     assert done.returncode == 0, done.stderr
