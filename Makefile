@@ -83,9 +83,10 @@ test: $(VENV)/installed $(VENV)/installed-test build/triton/$(OLDEST_TRITON)/ins
 
 test-all test-long: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
 test-all test-long: build/triton/$(OLDEST_TRITON)/installed build/triton/$(NEWEST_TRITON)/installed
+# Not $(MAKE) below: `make -n` would run that line.
 test-all:
 	$(BIN)/$(TEST) -m "not long and not serving" $(ARGS)
-	if $(MAKE) $(SERVING)/installed; \
+	if make $(SERVING)/installed; \
 		then $(SERVING)/bin/python -m pytest -q -m serving tests/serving -k "collectives or threads or does_not_load"; \
 		else echo "vLLM cannot be installed on this platform; its tests were skipped."; fi
 

@@ -911,7 +911,7 @@ def simulated(spans: list[Span], stages: int, seconds: Callable[[Span], float]) 
     return max(clocks)
 
 
-@pytest.mark.full
+@pytest.mark.long  # measures, so it runs alone
 @on_ranks(4)
 def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """Layers sleep instead of computing: a step takes as long as a simulation of its schedule."""
