@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fused_tp.ops.explain import explain
     from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
     from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
+    from fused_tp.ops.linear_cross_entropy import linear_cross_entropy
     from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
     from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
     from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -67,6 +68,7 @@ _LAZY = {
     "grouped_matmul_all_reduce": "fused_tp.ops.grouped_matmul_all_reduce",
     "grouped_matmul_reduce_scatter": "fused_tp.ops.grouped_matmul_reduce_scatter",
     "is_parallelized": "fused_tp.parallelizing.checks.model_check",
+    "linear_cross_entropy": "fused_tp.ops.linear_cross_entropy",
     "make_mesh": "fused_tp.parallelizing.mesh",
     "matmul_all_reduce": "fused_tp.ops.matmul_all_reduce",
     "matmul_all_reduce_rms_norm": "fused_tp.ops.matmul_all_reduce_rms_norm",
@@ -103,6 +105,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "matmul_all_reduce_rms_norm",
     "vocab_parallel_cross_entropy",
+    "linear_cross_entropy",
     "ring_attention",
     "ulysses_attention",
     "context_parallel_attention",

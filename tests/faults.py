@@ -103,6 +103,10 @@ OPS: dict[str, Op] = {
     ),
     "ring_attention": lambda group, n: (attention(fused_tp.ring_attention, group, n), n),
     "ulysses_attention": lambda group, n: (attention(fused_tp.ulysses_attention, group, n), n),
+    "linear_cross_entropy": lambda group, n: (
+        fused_tp.linear_cross_entropy(leaf(1.0, 4, 6), weight(), torch.arange(4, device=DEVICE), group=group),
+        math.log(8 * group.size()),
+    ),
     "vocab_parallel_cross_entropy": lambda group, n: (
         fused_tp.vocab_parallel_cross_entropy(leaf(1.0, 4, 8), torch.arange(4, device=DEVICE), group=group),
         math.log(8 * group.size()),

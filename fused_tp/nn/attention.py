@@ -209,7 +209,7 @@ class ParallelAttention(nn.Module):
         self.q_proj = ColumnParallelLinear(hidden_size, width, bias, **options)
         kv_projection_class: Any = ColumnParallelLinear
         if num_kv_heads % world_size:
-            kv_projection_class = partial(RepeatedColumnLinear, parts=num_kv_heads)
+            kv_projection_class = partial(RepeatedColumnLinear, num_blocks=num_kv_heads)
         self.k_proj: ColumnParallelLinear = kv_projection_class(hidden_size, kv_width, bias, **options)
         self.v_proj: ColumnParallelLinear = kv_projection_class(hidden_size, kv_width, bias, **options)
         self.o_proj = RowParallelLinear(width, hidden_size, out_bias, **options)

@@ -13,7 +13,7 @@ sequence parallelism ("sp") after https://arxiv.org/abs/2205.05198. W ranks, M t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
@@ -240,6 +240,8 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **keywords)
         self.gather_output = gather_output
         self._shared_gather: tuple[SharedGather, int] | None = None  # (group, index in it), set by share_gather
+        # Set by `parallelize` for an output layer: called with (layer, x, gather_size, batch) in place of the matmul.
+        self.defer_output: Callable[[ColumnParallelLinear, Tensor, int | None, int | None], Tensor] | None = None
 
     def forward(self, x: Tensor, *, gather_size: int | None = None, batch: int | None = None) -> Tensor:
         """Return y_shard for x.
@@ -251,6 +253,8 @@ class ColumnParallelLinear(_ParallelLinear):
         if self._shared_gather is not None:
             group, index = self._shared_gather
             return group.layer_output(index, x, gather_size, batch)
+        if self.defer_output is not None:
+            return self.defer_output(self, x, gather_size, batch)
         return column_forward([self], x, gather_size, batch)[0]
 
 
@@ -368,11 +372,11 @@ def column_forward(
 
 
 class RepeatedColumnLinear(ColumnParallelLinear):
-    """Column-parallel layer with fewer output blocks (`parts`) than ranks: W / parts neighboring ranks share a block.
+    """Column-parallel layer with fewer output blocks than ranks: W / num_blocks neighboring ranks share a block.
 
     For key and value projections with fewer heads than ranks. x as in ColumnParallelLinear -> [..., out_features /
-    parts], where `parts` divides W and out_features. The parameters are replicated, because they are small, and so that
-    a checkpoint holds each block once. Every rank has one term of their gradients; backward sums the terms.
+    num_blocks], where `num_blocks` divides W and out_features. The parameters are replicated, because they are small,
+    and so that a checkpoint holds each block once. Every rank has one term of their gradients; backward sums the terms.
     """
 
     _weight_placement = Replicate()
@@ -384,21 +388,22 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        parts: int,
+        num_blocks: int,
         **keywords: Unpack[LayerKeywords],
     ) -> None:
-        check_positive("parts", parts)
+        check_positive("num_blocks", num_blocks)
         num_ranks = check_mesh(keywords["mesh"]).size()
-        if num_ranks % parts or out_features % parts:
+        if num_ranks % num_blocks or out_features % num_blocks:
             raise ValueError(
-                f"parts must divide the {num_ranks} ranks of the mesh and the {out_features} out_features, got {parts}."
+                f"num_blocks must divide the {num_ranks} ranks of the mesh and the {out_features} out_features, got "
+                f"{num_blocks}."
             )
         super().__init__(in_features, out_features, bias, **keywords)
-        self.parts = parts
+        self.num_blocks = num_blocks
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        size = self.out_features // self.parts
-        start = self.mesh.get_local_rank() // (self.mesh.size() // self.parts) * size
+        size = self.out_features // self.num_blocks
+        start = self.mesh.get_local_rank() // (self.mesh.size() // self.num_blocks) * size
         weight = with_reduced_grad(self.weight, self.mesh).narrow(0, start, size)
         bias = None if self.bias is None else with_reduced_grad(self.bias, self.mesh).narrow(0, start, size)
         return weight, bias

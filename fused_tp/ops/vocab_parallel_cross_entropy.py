@@ -10,23 +10,21 @@ from torch import Tensor
 
 from fused_tp.backends.gemm import as_rows
 from fused_tp.backends.schedule import Schedule
-from fused_tp.core import settings
 from fused_tp.core.group import GroupLike, group_by_name, group_identity
 from fused_tp.core.partition import SymInt, shard_range
-from fused_tp.core.pending import accumulate_dtype, check_equal_checksums, checksum
-from fused_tp.ops.arguments import (
-    check_device,
-    check_int,
-    check_local,
-    check_shape,
-    check_tensor,
-    checked_number,
-    total_size,
-)
+from fused_tp.core.pending import accumulate_dtype
+from fused_tp.ops.arguments import check_int, check_tensor, checked_number, total_size
 from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
-
-_REDUCTIONS = ("mean", "sum", "none")
-_NUM_STATISTICS = 4  # numbers per token that ranks exchange; see `_compute_local_stats`
+from fused_tp.ops.vocab_statistics import (
+    NUM_STATISTICS,
+    check_reduction,
+    check_target,
+    check_target_range,
+    combine_statistics,
+    exchange_statistics,
+    fill_statistics,
+    find_local_targets,
+)
 
 
 def vocab_parallel_cross_entropy(
@@ -83,15 +81,6 @@ def vocab_parallel_cross_entropy(
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _check_target(target: Any, logits_shard: Tensor) -> None:
-    check_local("target", target)
-    if target.dtype != torch.int64:
-        raise TypeError(f"target has dtype {target.dtype}; it must be int64 class indices, not class probabilities.")
-    reason = f"one for each row of logits_shard of shape {tuple(logits_shard.shape)} (the vocabulary is the last dim)"
-    check_shape("target", target, logits_shard.shape[:-1], reason)
-    check_device("target", target, "logits_shard", logits_shard)
-
-
 class _Args(NamedTuple):
     logits_shard: Tensor
     target: Tensor
@@ -114,10 +103,9 @@ def _is_valid_smoothing(x: float) -> bool:
 
 def _prepare(a: _Args) -> _Args:
     logits_shard, target, vocab_size, label_smoothing, ignore_index, reduction, group = a
-    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}.")
+    check_reduction(reduction)
     check_tensor("logits_shard", logits_shard)
-    _check_target(target, logits_shard)
+    check_target(target, "logits_shard", logits_shard, "the vocabulary")
     smoothing = checked_number("label_smoothing", label_smoothing, _is_valid_smoothing, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)
@@ -130,7 +118,7 @@ def _prepare(a: _Args) -> _Args:
 def _key(a: _Args) -> ScheduleKey:
     dtype = accumulate_dtype(a.logits_shard.dtype)
     num_rows = prod(a.logits_shard.shape[:-1])
-    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, num_rows, None, _NUM_STATISTICS)
+    return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.logits_shard.device, num_rows, None, NUM_STATISTICS)
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
@@ -138,93 +126,15 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     logits_shard, target, vocab_size, label_smoothing, ignore_index, *_, group = a
     resolved_group = group_by_name(group)
     is_counted = target != ignore_index
-    if target.device.type == "cpu":  # on a GPU, reading the result would synchronize the host
-        is_invalid = is_counted & ((target < 0) | (target >= vocab_size))
-        if is_invalid.any():
-            raise ValueError(
-                f"target holds {target[is_invalid][0].item()}; class indices are 0 to {vocab_size - 1}, "
-                f"or ignore_index={ignore_index}."
-            )
-    stats = _compute_local_stats(
-        logits_shard, target, shard_range(vocab_size, resolved_group.size, resolved_group.rank), label_smoothing != 0.0
-    )
-    is_checked = resolved_group.size > 1 and (
-        target.device.type == "cpu" or settings.check_ranks()
-    )  # on a GPU, the checksum of the targets synchronizes the host
-    if is_checked:
-        description = str(a)
-        checksums = checksum(description), checksum(target.cpu().contiguous().numpy())
-        stats[-1, :2] = torch.tensor(checksums, dtype=stats.dtype, device="cpu")
-    gathered = (
-        schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(resolved_group.size, -1, _NUM_STATISTICS)
-    )
-    if is_checked:
-        description_checksums, target_checksums = gathered[:, -1, :2].T.tolist()
-        difference, remedy = "call vocab_parallel_cross_entropy with different", "Pass the same on all ranks."
-        check_equal_checksums(
-            description_checksums,
-            f"{difference} keywords",
-            f"; rank {resolved_group.rank} passed {description}. {remedy}",
-        )
-        check_equal_checksums(target_checksums, f"{difference} targets", f", of shape {tuple(target.shape)}. {remedy}")
-    maximum, exp_sum, target_logit, logit_sum = gathered[:, :-1].unbind(-1)
-    global_maximum = maximum.amax(0)
-    # exp(-inf - -inf) would be NaN: the logits of a rank, or of all ranks, may all be -inf.
-    shift = torch.where(global_maximum.isinf(), torch.zeros_like(global_maximum), global_maximum)
-    scaled_exp_sum = exp_sum * torch.exp(maximum - shift)
-    # The loss is lse - target logit. Both are computed relative to the shift, to avoid cancellation.
-    log_sum = torch.log(_sum_over_ranks(scaled_exp_sum))
-    log_sum_exp = log_sum + shift
-    losses = log_sum + (1.0 - label_smoothing) * (shift - _sum_over_ranks(target_logit))
-    if label_smoothing != 0.0:
-        losses = losses + label_smoothing * (shift - _sum_over_ranks(logit_sum) / vocab_size)
+    check_target_range(target, is_counted, vocab_size, ignore_index)
+    logits = as_rows(logits_shard).to(accumulate_dtype(logits_shard.dtype))
+    stats = logits.new_zeros((logits.shape[0] + 1, NUM_STATISTICS))
+    vocab_range = shard_range(vocab_size, resolved_group.size, resolved_group.rank)
+    fill_statistics(stats[:-1], logits, target, vocab_range, needs_logit_sum=label_smoothing != 0.0)
+    gathered = exchange_statistics(schedule, stats, target, "vocab_parallel_cross_entropy", str(a), resolved_group)
+    losses, log_sum_exp = combine_statistics(gathered, label_smoothing, vocab_size)
     losses = torch.where(is_counted.reshape(-1), losses, torch.zeros_like(losses))
     return losses.view(target.shape), log_sum_exp.view(target.shape)
-
-
-def _compute_local_stats(
-    logits_shard: Tensor, target: Tensor, vocab_range: tuple[int, int], needs_logit_sum: bool
-) -> Tensor:
-    """Return [tokens + 1, 4] for this rank's shard; the last row is reserved for checksums.
-
-    Columns: maximum, sum of exp(logit - maximum), the target's logit (0 if it is on another rank), and, if
-    `needs_logit_sum`, the sum of logits.
-    """
-    dtype = accumulate_dtype(logits_shard.dtype)
-    logits = as_rows(logits_shard).to(dtype)
-    rows = logits.new_zeros((logits.shape[0] + 1, _NUM_STATISTICS))
-    stats = rows[:-1]
-    if logits.shape[-1] == 0:
-        stats[:, 0] = -torch.inf
-        return rows
-    stats[:, 0] = logits.amax(-1)
-    shift = torch.where(stats[:, 0].isinf(), torch.zeros_like(stats[:, 0]), stats[:, 0])
-    stats[:, 1] = torch.exp(logits - shift[:, None]).sum(-1)
-    local_index, is_local = _find_local_targets(target, vocab_range)
-    stats[:, 2] = torch.where(is_local, logits.gather(-1, local_index[:, None])[:, 0], 0.0)
-    if needs_logit_sum:
-        stats[:, 3] = logits.sum(-1)
-    # The sums of exponentials are relative to the shift, so send the shift. It is the maximum unless that is infinite.
-    stats[:, 0] = torch.where(stats[:, 1] > 0, shift, stats[:, 0])
-    return rows
-
-
-def _find_local_targets(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (index of each target in the vocabulary shard `vocab_range`, True for targets in the shard).
-
-    The index of a target that is not in the shard is 0.
-    """
-    flat_target = target.reshape(-1)
-    is_local = (flat_target >= vocab_range[0]) & (flat_target < vocab_range[1])
-    return torch.where(is_local, flat_target - vocab_range[0], 0), is_local
-
-
-def _sum_over_ranks(terms: Tensor) -> Tensor:
-    """Sum `terms` [W, ...] over ranks, in rank order."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
 
 
 def _fake(a: _Args) -> tuple[Tensor, Tensor]:
@@ -245,7 +155,7 @@ def _backward(s: SavedForBackward[_Args], d_losses: Tensor, _: Tensor) -> dict[s
         d_logits = d_logits - a.label_smoothing / a.vocab_size
     d_logits = d_logits * d_rows
     if logits_shard.shape[-1] > 0:
-        local_index, is_local = _find_local_targets(
+        local_index, is_local = find_local_targets(
             target, shard_range(a.vocab_size, resolved_group.size, resolved_group.rank)
         )
         d_target = torch.where(is_local.view(target.shape)[..., None], (a.label_smoothing - 1.0) * d_rows, 0.0)

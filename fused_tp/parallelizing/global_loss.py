@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_tp.core.checks import is_capturing
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from fused_tp.parallelizing.deferred_logits import DeferredLogits
 from fused_tp.parallelizing.forward_shard import ForwardShard, is_recomputing, running_shard, tensor_version
 from fused_tp.parallelizing.graph import HeadOutputs, reachable_nodes
 from fused_tp.parallelizing.outputs import find_tensors
@@ -121,7 +122,7 @@ class GlobalLoss:
                 "without labels, and compute the loss from its logits."
             )
         assert shard.target_count is not None  # set together with the targets
-        loss = self._sum_local_loss(logits, shard, shard.targets, vocab_size) / shard.target_count
+        loss = self._local_loss(logits, shard, shard.targets, vocab_size)
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
             if not self.grad_sync:  # clone: models may add to the loss in place, which fails on a custom op's view
@@ -168,14 +169,18 @@ class GlobalLoss:
                 "the model without labels, and compute such terms from its logits."
             )
 
-    def _sum_local_loss(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
+    def _local_loss(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
+        """Return the sum of the losses of this CP rank's tokens / the count of all ranks' targets."""
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
                 f"The model called its loss_function with logits of shape {tuple(logits.shape)} for "
                 f"{tuple(targets.shape)} tokens. It must pass the unshifted logits of all tokens that it received."
             )
+        num_targets = torch.as_tensor(shard.target_count, device=targets.device)
+        if isinstance(logits, DeferredLogits) and not logits.is_computed:
+            return logits.cross_entropy(targets, num_targets, shard.ignore_index, vocab_size)
         if self.vocab_mesh is not None:
-            return vocab_parallel_cross_entropy(
+            loss_sum = vocab_parallel_cross_entropy(
                 logits,
                 targets,
                 group=self.vocab_mesh,
@@ -183,10 +188,12 @@ class GlobalLoss:
                 reduction="sum",
                 vocab_size=vocab_size,
             )
-        precise_logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(
-            precise_logits.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
-        )
+        else:
+            precise_logits = logits if logits.dtype == torch.float64 else logits.float()
+            loss_sum = F.cross_entropy(
+                precise_logits.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
+            )
+        return loss_sum / num_targets
 
 
 @dataclass(eq=False)

@@ -70,7 +70,11 @@ class HeadOutputs:
             return
         if output.grad_fn is not None:
             self.nodes.append(output.grad_fn)
-        if self._last_sequence_nr is None:
+        self.end_hidden_states()
+
+    def end_hidden_states(self) -> None:
+        """Record that the nodes created from now on are computed after the hidden states."""
+        if self._last_sequence_nr is None and self.is_available:
             self._last_sequence_nr = torch.autograd._get_sequence_nr()
 
     def record_replicated(self, tensors: Iterable[Tensor]) -> None:

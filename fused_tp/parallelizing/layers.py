@@ -255,6 +255,9 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         attention.register_forward_pre_hook(
             partial(_narrow_heads, mesh, num_heads, dims_by_argument, argument_names), with_kwargs=True
         )
+    for name, num_groups in plan.query_groups.items():
+        attention = model.get_submodule(name)
+        attention.num_key_value_groups = num_groups
     for name, attributes in plan.head_attributes.items():
         attention = model.get_submodule(name)
         for attribute in attributes:

@@ -55,6 +55,7 @@ from fused_tp.parallelizing.shard_plan import (
     check_head_counts,
     choose_intermediate_styles,
     plan_experts,
+    repeat_key_value_heads,
     resolve_plan,
     warn_of_small_sharded_share,
 )
@@ -174,7 +175,8 @@ def parallelize(
     - with labels: the global loss. With `cp_dim`, the logits that are returned with it cover this rank's tokens, in the
       order of `sequence_positions(seq, group=cp)`, for packed documents
       `(seq, group=cp, layout="balanced", cu_seqlens=...)`. With `loss_parallel` they cover this rank's shard of the
-      vocabulary.
+      vocabulary. When a gradient is needed, the loss is then computed without them (`linear_cross_entropy`), and they
+      are computed when they are read, which must be before the optimizer's step.
     - with a KV cache (transformers: past_key_values or use_cache=True, as in `generate()`; other models: see
       `fused_tp.parallelizing.plain_model`), or with fewer tokens than CP ranks: only `tp_dim` shards, and every CP rank
       computes the same. Exception: an empty transformers `DynamicCache`, passed in eval mode under torch.no_grad(), is
@@ -375,6 +377,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         plan = resolve_plan(model, requested_plan) if tp_mesh is not None or has_plan else ShardingPlan()
         expert_distribution = _plan_experts(model, options, plan)
         if tp_mesh is not None:
+            plan = repeat_key_value_heads(model, plan, num_ranks)
             plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)
             check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)

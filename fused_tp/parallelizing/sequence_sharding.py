@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.core.checks import is_check_due
 from fused_tp.nn import ColumnParallelLinear
+from fused_tp.nn.linear import column_forward
 from fused_tp.ops.collectives import gather, scatter
+from fused_tp.parallelizing.deferred_logits import DeferredLogits
 from fused_tp.parallelizing.forward_shard import (
     UNSHARDED,
     CpContext,
@@ -163,8 +166,13 @@ class SequenceSharding:
         """Set the output layer to `head`, and find the layers of fused_tp in it."""
         for handle in self._head_hooks:
             handle.remove()
+        for layer in self._head_layers:
+            layer.defer_output = None
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
+        # Not if adapters add to its output, or if FSDP, whose modules are subclasses, frees its weight after forward.
+        if self.parallelism.loss_parallel and type(head) is ColumnParallelLinear:
+            head.defer_output = self._defer_logits
         # Hook the layers inside, too: when adapters are merged, a layer inside becomes the output layer again.
         self._head_hooks = [
             module.register_forward_hook(self._record_head_output) for module in {head, *self._head_layers}
@@ -531,8 +539,34 @@ class SequenceSharding:
     def _record_head_output(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
         # Not if backward reruns the head.
-        if frame is not None and frame.owner is self and frame.node_number == running_node_number():
+        if frame is None or frame.owner is not self or frame.node_number != running_node_number():
+            return
+        if isinstance(output, DeferredLogits):
+            self._head_outputs.end_hidden_states()
+            output.watch(partial(self._record_computed_logits, frame))
+        else:
             self._head_outputs.record(output)
+
+    def _record_computed_logits(self, frame: RunningForward, logits: Tensor) -> None:
+        if running_forward() is frame:
+            self._head_outputs.record(logits)
+
+    def _defer_logits(
+        self, head: ColumnParallelLinear, x: Tensor, gather_size: int | None, batch: int | None
+    ) -> Tensor:
+        """Return the output of `head` for x; deferred in a forward pass whose loss is computed over the vocabulary."""
+        frame, state = running_forward(), self._layers_state
+        is_loss_computed_here = frame is not None and frame.owner is self and frame.node_number == running_node_number()
+        if (
+            torch.compiler.is_compiling()
+            or not (is_loss_computed_here and state.are_logits_sharded and torch.is_grad_enabled())
+            or x.ndim != 3
+            or batch is not None
+        ):
+            return column_forward([head], x, gather_size, batch)[0]
+
+        assert state.local_len is not None  # of every sharded forward pass
+        return DeferredLogits.from_head(head, x, state.local_len)
 
     def _set_layer_state(self, state: LayerState) -> None:
         self._layers_state = state

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
+from fused_tp.nn.linear import MultiQueryLinear, RepeatedColumnLinear, features_of, is_conv1d
 from fused_tp.parallelizing.expert_parallel import check_distributable
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.families import Family, find_family, has_family
@@ -49,6 +49,7 @@ class StyleSpec:
             compute.
         shares_rotary: all heads read the last qk_rope_head_dim output features directly, not through the layer that is
             sharded by heads. Each rank's gradient of these features covers its own heads, so it is summed over ranks.
+        repeats_heads: neighboring ranks compute the same head, because there are fewer heads than ranks.
     """
 
     module_class: type[nn.Module] = nn.Module
@@ -62,6 +63,7 @@ class StyleSpec:
     adds_once: bool = False
     shares_keys: bool = False
     shares_rotary: bool = False
+    repeats_heads: bool = False
 
 
 def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, num_parts: int) -> StyleSpec:
@@ -147,6 +149,8 @@ class ShardingPlan:
         modules_after_layers: names of the modules after `gather_after`, outside of the base model, which get the full
             sequence.
         flattens_tokens: layers get the tokens of all rows in one dim.
+        query_groups: number of query heads of a rank that share its one head of keys and values, by the name of the
+            attention module, where neighboring ranks compute the same head.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
@@ -161,6 +165,7 @@ class ShardingPlan:
     gather_after: str = ""
     modules_after_layers: tuple[str, ...] = ()
     flattens_tokens: bool = False
+    query_groups: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.parameters)
@@ -187,6 +192,9 @@ HEAD_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
     *("Wq", "Wk", "Wv", "project_q", "project_k", "project_v"),
     *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # q, k and v packed in one layer
+}
+KEY_VALUE_PROJECTIONS = {
+    *("k_proj", "v_proj", "wk", "wv", "key", "value", "to_k", "to_v", "Wk", "Wv", "project_k", "project_v"),
 }
 # Common names of norms of the outputs of HEAD_PROJECTIONS; they see this rank's heads only.
 HEAD_NORMS = {
@@ -591,6 +599,48 @@ def embedding_scale(module: nn.Module) -> Tensor | float | None:
     return scale
 
 
+def repeat_key_value_heads(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> ShardingPlan:
+    """Return `plan`, in which neighboring ranks compute the same head of keys and values if there are fewer than ranks.
+
+    Only in attention modules with separate projections of keys and values, of which all code reads the number of query
+    heads per head of keys from `num_key_value_groups`, as in transformers. The others are left to `check_head_counts`.
+    """
+    styles, query_groups = dict(plan.modules), dict(plan.query_groups)
+    for name, style in plan.modules.items():
+        attention = attention_of(name)
+        is_key_or_value = name.removesuffix(".linear").rpartition(".")[2] in KEY_VALUE_PROJECTIONS
+        if attention is None or style != "colwise" or not is_key_or_value:
+            continue
+        parent: Any = model.get_submodule(attention)
+        num_heads, num_kv_heads = _repeatable_heads(model, parent) or (0, 0)
+        if any(is_kv_count(key) for key in plan.head_attributes.get(attention, ())):
+            continue  # they would be divided by the number of ranks
+        if num_kv_heads and num_kv_heads % num_ranks and not num_ranks % num_kv_heads and not num_heads % num_ranks:
+            styles[name] = _repeated_style(num_kv_heads)
+            query_groups[attention] = num_heads // num_ranks
+    return replace(plan, modules=styles, query_groups=query_groups)
+
+
+def _repeated_style(num_heads: int) -> str:
+    """Return the style of a projection to `num_heads` heads, fewer than ranks; it is added to STYLES."""
+    convert = partial(RepeatedColumnLinear.from_linear, num_blocks=num_heads)
+    style = f"repeated_colwise_{num_heads}"
+    STYLES.setdefault(style, StyleSpec(nn.Linear, convert, 0, repeats_heads=True))
+    return style
+
+
+def _repeatable_heads(model: nn.Module, attention: nn.Module) -> tuple[int, int] | None:
+    """Return (query heads, heads of keys and values) of an attention module that can repeat the latter; else None."""
+    counts = head_counts(attention, getattr(attention, "config", None), getattr(model, "config", None))
+    kv_counts = {count for key, count in counts.items() if is_kv_count(key)}
+    query_counts = {count for key, count in counts.items() if not is_kv_count(key)}
+    if len(kv_counts) != 1 or len(query_counts) != 1:
+        return None
+    num_heads, num_kv_heads = query_counts.pop(), kv_counts.pop()
+    is_read = getattr(attention, "num_key_value_groups", None) == num_heads / num_kv_heads
+    return (num_heads, num_kv_heads) if is_read else None
+
+
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
     """Check that no attention head is split over TP ranks.
 
@@ -600,6 +650,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         ValueError: `world_size` does not divide a head count; the message lists the supported sizes.
     """
     checked_attentions: set[tuple[str, StyleSpec]] = set()  # q_proj, k_proj and v_proj share their module's counts
+    repeating_attentions = {attention_of(name) for name, style in plan.items() if spec_of(style).repeats_heads}
     for name, style in plan.items():
         attention = attention_of(name)
         spec = spec_of(style)
@@ -608,18 +659,18 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         checked_attentions.add((attention, spec))
         parent = model.get_submodule(attention)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
-        if spec.shares_keys:
+        if spec.shares_keys or attention in repeating_attentions:
             counts = {key: count for key, count in counts.items() if not is_kv_count(key)}
         num_blocks = max(1, spec.num_parts // 3)  # blocks of q, k and v, each sharded
         if any(count % (num_blocks * world_size) for count in counts.values()):
-            min_count = min(counts.values())
-            supported_sizes = [
-                w for w in range(1, min_count + 1) if all(c % (num_blocks * w) == 0 for c in counts.values())
-            ]
+            sizes = range(1, max(counts.values()) + 1)
+            supported_sizes = {w for w in sizes if all(c % (num_blocks * w) == 0 for c in counts.values())}
+            if not spec.shares_keys and (heads := _repeatable_heads(model, parent)) is not None:
+                supported_sizes |= {w for w in sizes if heads[0] % w == 0 and w % heads[1] == 0}
             counts_text = " and ".join(f"{key}={count}" for key, count in counts.items())
             raise ValueError(
                 f"{type(model).__name__} has {counts_text} ({name!r}), which {world_size} tensor parallel ranks cannot "
-                f"share evenly. Use one of these TP sizes: {', '.join(map(str, supported_sizes))}."
+                f"share evenly. Use one of these TP sizes: {', '.join(map(str, sorted(supported_sizes)))}."
             )
 
 

@@ -191,11 +191,11 @@ class ParallelConfig:
                 ("attention heads", attention.num_heads),
                 ("key/value heads", attention.num_kv_heads),
             ):
-                # A single key/value head (multi-query attention) is replicated: every rank computes it.
+                # With fewer key/value heads than ranks, neighboring ranks compute the same head.
                 if (
                     attention.is_sharded
                     and num_heads % self.tp
-                    and not (head_kind == "key/value heads" and num_heads == 1)
+                    and not (head_kind == "key/value heads" and num_heads and self.tp % num_heads == 0)
                 ):
                     problems.append(
                         f"tp={self.tp} does not divide the {num_heads} {head_kind}; {_divisors(num_heads)} do"
@@ -207,7 +207,7 @@ class ParallelConfig:
                 )
             if (
                 attention.num_heads // self.tp % self.ulysses_size
-                or attention.num_kv_heads // self.tp % self.ulysses_size
+                or max(1, attention.num_kv_heads // self.tp) % self.ulysses_size
             ):
                 problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and not shape.experts:

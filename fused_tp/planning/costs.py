@@ -430,16 +430,15 @@ class CostModel:
                 backward += StepTime(recompute=products_seconds / 2 + softmax_seconds)
         ring_seconds = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
-            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * attention.num_kv_heads * head_dim / tp
+            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * max(attention.num_kv_heads / tp, 1) * head_dim
             step_seconds = self._collective_seconds(gathered_bytes, cp, tp) / (cp - 1)
             overlapped_seconds = self._overlapped_seconds(step_seconds, forward.attention / cp)
             ring_seconds = (cp - 1) * (step_seconds - overlapped_seconds + OVERLAP_COST * overlapped_seconds)
         elif cp > 1:
             sent_bytes = (
                 self.tokens
-                * (2 * attention.num_heads + 2 * attention.num_kv_heads)
+                * (2 * attention.num_heads / tp + 2 * max(attention.num_kv_heads / tp, 1))
                 * head_dim
-                / tp
                 * self.element_bytes
             )
             ring_seconds = self._collective_seconds(sent_bytes, cp, tp)

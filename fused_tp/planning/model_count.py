@@ -42,6 +42,7 @@ from fused_tp.parallelizing.shard_plan import (
     head_counts,
     is_kv_count,
     plan_experts,
+    repeat_key_value_heads,
     resolve_plan,
     spec_of,
 )
@@ -579,6 +580,7 @@ class PlanCheck:
             else:
                 check_experts_not_distributed(plan, None)
             if tp > 1:
+                plan = repeat_key_value_heads(model, plan, tp)
                 plan = choose_intermediate_styles(model, plan, shards_logits=loss_parallel)
                 check_head_counts(model, plan.modules, tp)
                 check_experts(model, plan)

@@ -34,6 +34,7 @@ EXPECTED: dict[str, tuple[dict[str, int], int]] = {
     "context_parallel_decode": ({GATHER: 1}, 2 * 2 * 4 * 8),
     "copy_to_group": ({SUM: 1}, 0),
     "gather": ({GATHER: 1}, 0),
+    "linear_cross_entropy": ({GATHER: 1, SUM: 1}, 4 * 4 * 8 * 5),
     "matmul_all_reduce": ({SUM: 1}, 3 * MATMUL),
     "matmul_all_reduce_rms_norm": ({SUM: 1}, 3 * MATMUL),
     "matmul_reduce_scatter": ({SCATTER: 1, GATHER: 1}, 3 * MATMUL),

@@ -69,6 +69,10 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[
         ),
         "copy_to_group": (lambda x: collectives.copy_to_group(x, **one), leaves(x)),
         "gather": (lambda x: collectives.gather(x, 0, **one), leaves(x)),
+        "linear_cross_entropy": (
+            lambda x, w: fused_tp.linear_cross_entropy(x, w, target, z_loss=0.01, **one),
+            leaves(x, (5, 8)),
+        ),
         "matmul_all_reduce": (lambda x, w, b: fused_tp.matmul_all_reduce(x, w, b, **one), leaves(x, w, norm)),
         "matmul_all_reduce_rms_norm": (
             lambda x, w, r, n: fused_tp.matmul_all_reduce_rms_norm(x, w, r, n, 1e-6, **one),
@@ -149,6 +153,7 @@ EXPECTED = {
     "context_parallel_decode": ["context_parallel_decode [1, 1, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}"],
     "copy_to_group": ["all_reduce [4, 8] f32 {}"],
     "gather": ["all_gather [4, 8] f32 {}"],
+    "linear_cross_entropy": ["linear_cross_entropy [4, 8]x[5, 8] f32 {}", "all_reduce [4, 8] f32 {}"],
     "matmul_all_reduce": ["matmul_all_reduce [4, 8]x[6, 8] f32 {}"],
     "matmul_all_reduce_rms_norm": ["matmul_all_reduce_rms_norm [4, 8]x[6, 8]x[4, 6] f32 {}"],
     "matmul_reduce_scatter": [

@@ -59,6 +59,21 @@ CASES: dict[str, Case] = {
             "logits_shard": X.bfloat16(),
         },
     ),
+    "linear_cross_entropy": (
+        (X, X, torch.tensor([0, 1, 2, 7])),
+        {},
+        {
+            "bias": X[0],
+            "label_smoothing": 0.1,
+            "ignore_index": 2,
+            "reduction": "sum",
+            "num_targets": 3,
+            "logit_scale": 2.0,
+            "softcap": 4.0,
+            "z_loss": 0.1,
+            "target": torch.tensor([0, 2, 1, 7]),
+        },
+    ),
     "ring_attention": ((Q, Q, Q), {}, ATTENTION),
     "ulysses_attention": ((Q, Q, Q), {}, {**ATTENTION, "return_lse": True}),
     "context_parallel_decode": (
@@ -71,9 +86,15 @@ CASES: dict[str, Case] = {
 # Keywords that may differ: they affect only a rank's own results, or can express the same value differently.
 OWN = {"return_lse", "return_gathered", "page_table", "group", "mesh", "gather_size", "vocab_size", "seq_len"}
 OWN |= {"seq_len_kv", "cu_seqlens_kv"}
-# Factors of rows may differ, too, but attention's "scale" may not.
+# Factors of rows may differ, too, but attention's "scale" may not. The shapes of hidden and target imply gather_dim.
 ROWS = {"grouped_matmul_reduce_scatter": {"scale"}, "grouped_matmul_all_reduce": {"scale"}}
-ALWAYS = {"vocab_parallel_cross_entropy", "context_parallel_decode", "unshard_sequence"}  # sent without a check
+ROWS["linear_cross_entropy"] = {"gather_dim"}
+ALWAYS = {
+    "vocab_parallel_cross_entropy",
+    "linear_cross_entropy",
+    "context_parallel_decode",
+    "unshard_sequence",
+}  # sent without a check
 
 
 SENDS_NO_KEYWORD = {"all_reduce", "column_parallel_matmul", "column_parallel_grouped_matmul"}

@@ -198,7 +198,7 @@ def test_bad_inputs_are_refused_before_anything_is_sent(group: dist.ProcessGroup
         ColumnParallelLinear(4, 6, mesh=mesh, sequence_parallel=True),
         torch.ones(4),
     )
-    refuses(ValueError, "parts must divide .* got 3", RepeatedColumnLinear, 4, 6, parts=3, mesh=mesh)
+    refuses(ValueError, "num_blocks must divide .* got 3", RepeatedColumnLinear, 4, 6, num_blocks=3, mesh=mesh)
 
     embedding = VocabParallelEmbedding(5, 4, mesh=mesh, sequence_parallel=True, sequence_dim=1)
     refuses(TypeError, "ids must be a Tensor of dtype int64", embedding, torch.ones(2, 3))

@@ -321,7 +321,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
         ValueError,
         "these TP sizes: 1, 3",
     ),
-    ("tp", {"num_key_value_heads": 1}, {}, ValueError, "num_key_value_heads=1.*these TP sizes: 1"),
+    ("tp", {"unpadded_vocab_size": 60}, {"loss_parallel": True}, ValueError, "config.unpadded_vocab_size"),
     ("tp", {}, {"plan": {"lm_head": "grouped_gemm"}}, ValueError, "'lm_head'.*'grouped_gemm'"),
     ("tp", {}, {"plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}}, ValueError, "1-D parameters"),
     ("tp", {}, {"plan": {"model.norm": "mla_kv_a_proj"}}, ValueError, "plain nn.Linear"),

@@ -37,6 +37,7 @@ ar = with_defaults(fused_tp.matmul_all_reduce, x=X, weight=W)
 col = with_defaults(fused_tp.column_parallel_matmul, x=X, weight=W)
 norm = with_defaults(fused_tp.all_reduce_rms_norm, partial=R, residual=R, norm_weight=NW, eps=1e-6)
 mm_norm = with_defaults(fused_tp.matmul_all_reduce_rms_norm, x=X, weight=W, residual=R, norm_weight=NW, eps=1e-6)
+lce = with_defaults(fused_tp.linear_cross_entropy, hidden=X, weight=W, target=TARGET)
 ce = with_defaults(fused_tp.vocab_parallel_cross_entropy, logits_shard=LOGITS, target=TARGET)
 
 
@@ -166,6 +167,17 @@ CASES: list[Refusal] = [
     (lambda: ce(label_smoothing=None), TypeError, "label_smoothing must be a float, not NoneType."),
     (lambda: ce(ignore_index=0.5), TypeError, "ignore_index must be an int, not float."),
     (lambda: ce(reduction="max"), ValueError, "reduction is 'max'; it must be one of mean, sum, none."),
+    (lambda: lce(target=TARGET[:1]), ValueError, "target has shape (1,); it must be (3,), one for each row of hidden"),
+    (lambda: lce(target=TARGET + 9), ValueError, "target holds 9; class indices are 0 to 4, or ignore_index=-100."),
+    (lambda: lce(target=None), TypeError, "target must be a Tensor, not NoneType."),
+    (lambda: lce(softcap=0.0), ValueError, "softcap is 0.0; it must be above 0 and finite."),
+    (lambda: lce(z_loss=-1.0), ValueError, "z_loss is -1.0; it must be 0 or more, and finite."),
+    (lambda: lce(logit_scale=float("nan")), ValueError, "logit_scale is nan; it must be finite."),
+    (lambda: lce(num_targets=0), ValueError, "num_targets is 0; it must be above 0."),
+    (lambda: lce(num_targets=X), ValueError, "num_targets is a tensor of shape"),
+    (lambda: lce(num_targets=1, reduction="sum"), ValueError, 'num_targets is the divisor of reduction="mean"'),
+    (lambda: lce(gather_dim=1), ValueError, "gather_dim=1 is the last dim of hidden, the feature dim"),
+    (lambda: lce(hidden=X[0]), ValueError, "hidden has shape (4,); it needs at least 2 dims."),
     (lambda: ce(vocab_size=9), ValueError, "vocab_size=9 sharded over 1 ranks by torch.chunk assigns 9 to rank 0, but"),
 ]
 

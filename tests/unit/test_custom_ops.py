@@ -18,6 +18,7 @@ from fused_tp.ops.attention_arguments import build_arguments, checked_arguments
 from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
 from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
+from fused_tp.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
@@ -46,6 +47,24 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(3, 4, seed=1), leaf(4), 1e-6, "")),
     (MATMUL_ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(5, 4), leaf(3, 5), leaf(5), 1e-6, "")),
     (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), 4, 0.1, -100, "mean", "")),
+    (
+        LINEAR_CROSS_ENTROPY,
+        (
+            leaf(3, 4),
+            leaf(5, 4),
+            leaf(5),
+            torch.tensor([0, -100, 3]),
+            None,
+            "none",
+            5,
+            0.1,
+            -100,
+            0.5,
+            2.0,
+            0.1,
+            "",
+        ),
+    ),
     (ALL_GATHER, (leaf(3, 4), 1, 4, "")),
     (REDUCE_SCATTER, (leaf(3, 4), 0, "")),
     (ALL_REDUCE, (leaf(3, 4), "")),

@@ -31,6 +31,7 @@ def types(x: Tensor, w: Tensor, lengths: Tensor, cache: ContextKVCache, mesh: De
     assert_type(fused_tp.all_gather(x, 0, group=None), Tensor)
     assert_type(fused_tp.all_reduce(x, group=None), Tensor)
     assert_type(fused_tp.vocab_parallel_cross_entropy(x, lengths, group=None), Tensor)
+    assert_type(fused_tp.linear_cross_entropy(x, x, lengths, group=None), Tensor)
     assert_type(fused_tp.ring_attention(x, x, x, group=None, causal=True), Tensor)
     assert_type(fused_tp.ring_attention(x, x, x, group=None, return_lse=True), tuple[Tensor, Tensor])
     assert_type(fused_tp.ulysses_attention(x, x, x, group=None, causal=True), Tensor)

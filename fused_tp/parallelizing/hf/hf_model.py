@@ -127,6 +127,12 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             "replace by the loss over all ranks. Omit both, or change the forward so that it calls self.loss_function."
         )
     has_head = not (is_base or hasattr(model, INNER_STAGE_ATTRIBUTE))
+    unpadded_size = getattr(model.config.get_text_config(), "unpadded_vocab_size", None)
+    if has_head and parallelism.loss_parallel and unpadded_size is not None:
+        raise ValueError(
+            f"{class_name} cuts its logits to the first {unpadded_size} entries of the vocabulary "
+            "(config.unpadded_vocab_size), which loss_parallel distributes over the ranks. Omit loss_parallel."
+        )
     if has_head and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
