@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
     from fused_tp.parallelizing.checks.model_check import is_parallelized
     from fused_tp.parallelizing.grad_sync import no_sync, sync_gradients
+    from fused_tp.parallelizing.hf.hf_pretrained import load_pretrained
     from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
     from fused_tp.parallelizing.parallelize import parallelize
     from fused_tp.pipelining.pipeline import pipeline
@@ -69,6 +70,7 @@ _LAZY = {
     "grouped_matmul_reduce_scatter": "fused_tp.ops.grouped_matmul_reduce_scatter",
     "is_parallelized": "fused_tp.parallelizing.checks.model_check",
     "linear_cross_entropy": "fused_tp.ops.linear_cross_entropy",
+    "load_pretrained": "fused_tp.parallelizing.hf.hf_pretrained",
     "make_mesh": "fused_tp.parallelizing.mesh",
     "matmul_all_reduce": "fused_tp.ops.matmul_all_reduce",
     "matmul_all_reduce_rms_norm": "fused_tp.ops.matmul_all_reduce_rms_norm",
@@ -120,6 +122,7 @@ __all__ = [
     "nn",
     "parallelize",
     "is_parallelized",
+    "load_pretrained",
     "pipeline",
     "split_backward",
     "ParallelConfig",

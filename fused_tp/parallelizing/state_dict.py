@@ -46,32 +46,13 @@ def load_full_state_dict(
         >>> with safetensors.safe_open("model.safetensors", "pt") as file:
         ...     load_full_state_dict(model, ((name, file.get_tensor(name)) for name in file.keys()))
     """
-    packed_dim_by_id, dtensors = packed_dims(model), as_dtensors(model)
-    packed_dim_by_id |= {id(dtensors[key]): dim for key, dim in packed_dim_by_id.items() if key in dtensors}
-    model_state = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
-    unknown_names, loaded_ids = [], set()
+    loader, unknown_names = FullTensorLoader(model), []
     for name, full_tensor in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
-        if name not in model_state:
+        if name in loader.state:
+            loader.load(name, full_tensor)
+        else:
             unknown_names.append(name)
-            continue
-        shape = list(model_state[name].shape)
-        if (
-            dim := packed_dim_by_id.get(id(model_state[name]))
-        ) is not None:  # packed: has one dim more than the unsharded parameter
-            shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
-        if list(full_tensor.shape) != shape:
-            raise ValueError(
-                f"{name!r} must have shape {tuple(shape)} as in the model, got {tuple(full_tensor.shape)}."
-            )
-        full_tensor = full_tensor.reshape(model_state[name].shape)
-        if any(type(placement) not in (Shard, Replicate) for placement in getattr(model_state[name], "placements", ())):
-            raise ValueError(
-                f"Loading into {name!r} with placements {model_state[name].placements} is not supported. Load before "
-                "fully_shard."
-            )
-        copy_full_(model_state[name], full_tensor.to(model_state[name].device), broadcast=False)
-        loaded_ids.add(id(model_state[name]))
-    missing_names = [name for name, tensor in model_state.items() if id(tensor) not in loaded_ids]
+    missing_names = loader.missing_names()
     if strict and (missing_names or unknown_names):
         problems = [
             f"{description} {names[:5]}{'...' if len(names) > 5 else ''}"
@@ -79,6 +60,50 @@ def load_full_state_dict(
             if names
         ]
         raise ValueError(f"state_dict {' and '.join(problems)}. Pass strict=False to load the other tensors.")
+
+
+class FullTensorLoader:
+    """Loader of full tensors into a parallel model, one by one.
+
+    Attributes:
+        state: parameters and persistent buffers by name, those with plain values as DTensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        dtensors = as_dtensors(model)
+        self._packed_dim_by_id = packed_dims(model)
+        self._packed_dim_by_id |= {
+            id(dtensors[key]): dim for key, dim in self._packed_dim_by_id.items() if key in dtensors
+        }
+        self.state = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
+        self._loaded_ids: set[int] = set()
+
+    @torch.no_grad()
+    def load(self, name: str, full_tensor: Tensor) -> None:
+        """Copy this rank's shard of `full_tensor`.
+
+        Raises:
+            ValueError: the tensor has another shape than in the model, or the model's other placements than Shard.
+        """
+        target = self.state[name]
+        shape = list(target.shape)
+        # A packed parameter has one dim more than the unsharded one.
+        if (dim := self._packed_dim_by_id.get(id(target))) is not None:
+            shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
+        if list(full_tensor.shape) != shape:
+            raise ValueError(
+                f"{name!r} must have shape {tuple(shape)} as in the model, got {tuple(full_tensor.shape)}."
+            )
+        if any(type(placement) not in (Shard, Replicate) for placement in getattr(target, "placements", ())):
+            raise ValueError(
+                f"Loading into {name!r} with placements {target.placements} is not supported. Load before fully_shard."
+            )
+        copy_full_(target, full_tensor.reshape(target.shape).to(target.device), broadcast=False)
+        self._loaded_ids.add(id(target))
+
+    def missing_names(self) -> list[str]:
+        """Return the names of the tensors that have not been loaded; for tied weights one of their names is enough."""
+        return [name for name, tensor in self.state.items() if id(tensor) not in self._loaded_ids]
 
 
 def check_buffers(model: nn.Module, *, is_hf: bool) -> None:
