@@ -24,7 +24,7 @@ from tests.workers import REPOSITORY, fresh_ranks, run_ranks
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 VOCABULARY, HIDDEN = 64, 32
-SHOWN_IN_PAGES = {"nn", "parallelize"}
+SHOWN_IN_PAGES = {"load_pretrained", "nn", "parallelize"}
 SHOWN_IN_PAGES |= {"pipeline", "split_backward", "make_mesh", "fsdp_mesh", "no_sync", "sync_gradients"}
 SHOWN_IN_PAGES |= {"ParallelConfig", "build", "is_parallelized", "CheckpointManager", "DistributedBatches"}
 
