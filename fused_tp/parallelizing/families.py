@@ -467,6 +467,80 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     ),
 }
 
+# Encoders, and encoders with decoders, in the layouts that they share. They support tensor parallelism only.
+_BERT = (
+    _styles("encoder.layer.*.attention.self", "colwise", "query", "key", "value")
+    | _styles("encoder.layer.*.crossattention.self", "colwise", "query", "key", "value")
+    | _styles("encoder.layer.*", "rowwise", "attention.output.dense", "crossattention.output.dense")
+    | _pair_styles("encoder.layer.*", "intermediate.dense", "output.dense")
+)
+_VIT = _attention_styles("layers.*.attention") | _pair_styles("layers.*.mlp", "fc1", "fc2")
+_DINO = _attention_styles("encoder.layer.*.attention") | _pair_styles("encoder.layer.*.mlp", "fc1", "fc2")
+_CLIP = _attention_styles("encoder.layers.*.self_attn", "out_proj") | _pair_styles("encoder.layers.*.mlp", "fc1", "fc2")
+_WAV2VEC2 = _attention_styles("encoder.layers.*.attention", "out_proj") | _pair_styles(
+    "encoder.layers.*.feed_forward", "intermediate_dense", "output_dense"
+)
+_BART_LAYERS = {
+    f"{part}.{name}": style
+    for part in ("encoder", "decoder")
+    for name, style in (_FAIRSEQ_LAYERS | _attention_styles("layers.*.encoder_attn", "out_proj")).items()
+}
+_BART_ATTENTIONS = ("encoder.layers.*.self_attn", "decoder.layers.*.self_attn", "decoder.layers.*.encoder_attn")
+_BART = Family(_BART_LAYERS, dict.fromkeys(_BART_ATTENTIONS, ("num_heads",)))
+_T5_ATTENTIONS = (
+    *("encoder.block.*.layer.0.SelfAttention", "decoder.block.*.layer.0.SelfAttention"),
+    "decoder.block.*.layer.1.EncDecAttention",
+)
+_T5_MLPS = ("encoder.block.*.layer.1.DenseReluDense", "decoder.block.*.layer.2.DenseReluDense")
+_T5_PLAN: dict[str, str | None] = {}
+for _name in _T5_ATTENTIONS:
+    _T5_PLAN |= _styles(_name, "colwise", "q", "k", "v") | _styles(_name, "rowwise", "o")
+    _T5_PLAN |= _styles(_name, "head_bias", "relative_attention_bias")
+for _name in _T5_MLPS:
+    _T5_PLAN |= _styles(_name, "colwise", "wi", "wi_0", "wi_1") | _styles(_name, "rowwise", "wo")
+_T5 = Family(
+    _T5_PLAN,
+    dict.fromkeys(_T5_ATTENTIONS, ("n_heads", "inner_dim")),
+    unread_parameters=tuple(f"{name}.wo.weight" for name in _T5_MLPS),  # only its dtype is read
+)
+FAMILIES |= {
+    **dict.fromkeys(
+        ("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+        Family(_BERT),
+    ),
+    "xlm-roberta-xl": Family(_BERT),
+    **dict.fromkeys(("deit", "ijepa", "vit", "vit_msn"), Family(_VIT)),
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), Family(_DINO)),
+    **dict.fromkeys(("clip_text_model", "clip_vision_model", "siglip_vision_model"), Family(_CLIP)),
+    **dict.fromkeys(("data2vec-audio", "hubert", "unispeech", "unispeech-sat", "wav2vec2"), Family(_WAV2VEC2)),
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"), _BART),
+    **dict.fromkeys(("plbart", "speech_to_text", "whisper"), _BART),
+    "distilbert": Family(
+        _styles("transformer.layer.*.attention", "colwise", "q_lin", "k_lin", "v_lin")
+        | _styles("transformer.layer.*.attention", "rowwise", "out_lin")
+        | _pair_styles("transformer.layer.*.ffn", "lin1", "lin2")
+    ),
+    "modernbert": Family(
+        _styles("layers.*.attn", "packed_colwise_3", "Wqkv")
+        | _styles("layers.*.attn", "rowwise", "Wo")
+        | _styles("layers.*.mlp", "packed_colwise", "Wi")
+        | _styles("layers.*.mlp", "rowwise", "Wo")
+    ),
+    "mpnet": Family(
+        _styles("encoder.layer.*.attention.attn", "colwise", "q", "k", "v")
+        | _styles("encoder.layer.*.attention.attn", "rowwise", "o")
+        | _pair_styles("encoder.layer.*", "intermediate.dense", "output.dense")
+        | {"encoder.relative_attention_bias": "head_bias"},
+        {"encoder.layer.*.attention.attn": ("num_attention_heads", "all_head_size")},
+    ),
+    **dict.fromkeys(("mt5", "t5", "umt5"), _T5),
+    "albert": Family(
+        _styles("encoder.albert_layer_groups.*.albert_layers.*.attention", "colwise", "query", "key", "value")
+        | _styles("encoder.albert_layer_groups.*.albert_layers.*.attention", "rowwise", "dense")
+        | _pair_styles("encoder.albert_layer_groups.*.albert_layers.*", "ffn", "ffn_output")
+    ),
+}
+
 
 def has_family(config: Any) -> bool:
     """True if there is an entry for the model type of `config`."""

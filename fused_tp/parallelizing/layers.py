@@ -296,6 +296,8 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     spec, mesh, sequence = STYLES[style], sharding.mesh, sharding.sequence
     if spec.shares_rotary:
         module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
+    if spec.narrows_output:
+        module.register_forward_hook(partial(_narrow_output, mesh))
     if spec.convert is None:
         return module
     layer = spec.convert(module, mesh=mesh, memo=memo)
@@ -316,6 +318,11 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
         hook = partial(_replace_stand_in_by_shard, sequence, name if attention_of(name) is not None else "")
         layer.register_forward_pre_hook(hook, with_kwargs=True)
     return layer
+
+
+def _narrow_output(mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    start, stop = shard_rows(output.shape[-1], mesh)
+    return output.narrow(-1, start, stop - start)
 
 
 def _scale_output(embedding: Any, args: Any, output: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class StyleSpec:
             compute.
         shares_rotary: all heads read the last qk_rope_head_dim output features directly, not through the layer that is
             sharded by heads. Each rank's gradient of these features covers its own heads, so it is summed over ranks.
+        narrows_output: the last dim of the module's output has one entry per head, of which each rank gets its own.
         repeats_heads: neighboring ranks compute the same head, because there are fewer heads than ranks.
     """
 
@@ -64,6 +65,7 @@ class StyleSpec:
     shares_keys: bool = False
     shares_rotary: bool = False
     repeats_heads: bool = False
+    narrows_output: bool = False
 
 
 def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, num_parts: int) -> StyleSpec:
@@ -83,6 +85,7 @@ STYLES = {
     "colwise_rep": _GATHERED_COLUMNS,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
     "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
+    "head_bias": StyleSpec(nn.Embedding, sums_gradient=True, narrows_output=True),
     "local_params": UNSHARDED_STYLE,  # used with entries for the module's own parameters
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "moe_identity_expert": StyleSpec(adds_once=True),

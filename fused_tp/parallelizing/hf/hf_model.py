@@ -96,6 +96,11 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     class_name = type(model).__name__
     is_base = _is_base_model(model)
     option = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+    if parallelism.shards_sequence and model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{class_name} is an encoder with a decoder, whose layers see two sequences. They support tensor "
+            f"parallelism, but not {option}."
+        )
     if parallelism.shards_sequence:
         _check_token_mixing(model, parallelism, option)
         _check_no_layers_dropped(model, option)
