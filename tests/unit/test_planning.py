@@ -226,7 +226,7 @@ def test_what_parallelize_refuses_is_not_planned() -> None:
     pytest.importorskip("transformers")
     shape_of = cache(find_shape)
     for kind, sizes, says in (
-        ("bert", {"tp": 2}, "has no tp_plan"),
+        ("roformer", {"tp": 2}, "has no tp_plan"),
         ("jamba", {"cp": 2}, "mix tokens by other means than attention"),
         ("gemma", {"tp": 2, "sequence_parallel": False}, ""),
         ("gemma3", {"tp": 2}, "sequence_parallel=True supports only these"),
