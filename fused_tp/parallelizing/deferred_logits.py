@@ -113,10 +113,15 @@ class DeferredLogits(Tensor):
         dtype = torch.get_autocast_dtype(device_type) if is_autocast else x.dtype
 
         def compute() -> Tensor:
-            if not torch.equal(_sample(source.weight), source.weight_sample):
+            # FSDP frees the weights of a pass after its backward.
+            is_freed = source.weight.numel() > 0 and source.weight.untyped_storage().nbytes() == 0
+            if is_freed or not torch.equal(_sample(source.weight), source.weight_sample):
+                change, deadline = (
+                    ("been freed by FSDP", "backward") if is_freed else ("changed", "the optimizer's step")
+                )
                 raise RuntimeError(
                     "The logits of a forward pass with labels are computed when they are read, and the output layer's "
-                    "weight has changed since that pass. Read them before the optimizer's step."
+                    f"weight has {change} since that pass. Read them before {deadline}."
                 )
             with torch.autocast(device_type, dtype=dtype if is_autocast else None, enabled=is_autocast):
                 return F.linear(source.hidden, source.weight, source.bias)

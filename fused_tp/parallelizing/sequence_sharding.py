@@ -170,7 +170,7 @@ class SequenceSharding:
             layer.defer_output = None
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
-        # Not if adapters add to its output, or if FSDP, whose modules are subclasses, frees its weight after forward.
+        # Not if adapters add to its output.
         if self.parallelism.loss_parallel and type(head) is ColumnParallelLinear:
             head.defer_output = self._defer_logits
         # Hook the layers inside, too: when adapters are merged, a layer inside becomes the output layer again.
@@ -562,6 +562,9 @@ class SequenceSharding:
             or not (is_loss_computed_here and state.are_logits_sharded and torch.is_grad_enabled())
             or x.ndim != 3
             or batch is not None
+            # Wrapped by FSDP itself, or under ZeRO 3, the layer has its weight during this call only.
+            or type(head) is not ColumnParallelLinear
+            or hasattr(head.weight, "ds_id")
         ):
             return column_forward([head], x, gather_size, batch)[0]
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from fused_tp.parallelizing.deferred_logits import DeferredLogits
+from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import VOCAB, copy_of, make, mesh_of
 from tests.reference import refuses
@@ -67,6 +69,28 @@ def test_reading_too_late_is_an_error(group: Any) -> None:
         refuses(RuntimeError, "Read them before the optimizer's step", output.logits.sum)
     with torch.no_grad():  # an evaluation reads its logits: they are computed once
         assert type(parallel(**batch()).logits) is Tensor
+
+
+@on_ranks(4)
+def test_fsdp_frees_the_weight(group: Any) -> None:
+    mesh = make_mesh("cpu", dp_shard=2, tp=2)
+    whole = make("llama")
+    for wraps_head in (False, True):
+        parallel = parallelize(copy_of(whole), mesh, loss_parallel=True, verify=False)
+        if wraps_head:
+            fully_shard(parallel.lm_head, mesh=fsdp_mesh(mesh))
+        fully_shard(parallel, mesh=fsdp_mesh(mesh))
+        output = parallel(**batch())
+        torch.testing.assert_close(output.loss, whole(**batch()).loss, rtol=1e-5, atol=1e-6)
+        assert isinstance(output.logits, DeferredLogits) == (not wraps_head)
+        early = output.logits + 0
+        torch.testing.assert_close(
+            early, own_columns(whole(**batch()).logits, mesh["tp"].get_group()), atol=1e-5, rtol=1e-4
+        )
+        again = parallel(**batch())
+        again.loss.backward()
+        if not wraps_head:
+            refuses(RuntimeError, "freed by FSDP since that pass. Read them before backward", again.logits.sum)
 
 
 @pytest.mark.parametrize("kind", ["float", "scale", "cap", "cap twice", "shift", "in place", "slice"])
