@@ -14,7 +14,7 @@ A family needs an entry only if its configuration class has no correct `base_mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fused_tp.parallelizing import custom_attention
@@ -505,16 +505,19 @@ _T5 = Family(
 )
 FAMILIES |= {
     **dict.fromkeys(
-        ("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+        (
+            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie"),
+            *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+        ),
         Family(_BERT),
     ),
-    "xlm-roberta-xl": Family(_BERT),
     **dict.fromkeys(("deit", "ijepa", "vit", "vit_msn"), Family(_VIT)),
     **dict.fromkeys(("dinov2", "dinov2_with_registers"), Family(_DINO)),
     **dict.fromkeys(("clip_text_model", "clip_vision_model", "siglip_vision_model"), Family(_CLIP)),
     **dict.fromkeys(("data2vec-audio", "hubert", "unispeech", "unispeech-sat", "wav2vec2"), Family(_WAV2VEC2)),
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"), _BART),
-    **dict.fromkeys(("plbart", "speech_to_text", "whisper"), _BART),
+    **dict.fromkeys(("plbart", "speech_to_text"), _BART),
+    "whisper": replace(_BART, shards_head=True),
     "distilbert": Family(
         _styles("transformer.layer.*.attention", "colwise", "q_lin", "k_lin", "v_lin")
         | _styles("transformer.layer.*.attention", "rowwise", "out_lin")
