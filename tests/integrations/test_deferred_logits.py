@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from typing import Any
 
@@ -130,3 +131,26 @@ def test_logits_are_not_in_memory(group: Any) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     parallel(input_ids=ids, labels=ids).loss.backward()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10  # KiB; attention takes most of it
+
+
+@pytest.mark.parametrize("step", [0, 6])
+@pytest.mark.parametrize("reads_inside", [False, True])
+@on_ranks(2)
+def test_losses_of_one_ranks_logits_are_logged(group: Any, step: int, reads_inside: bool) -> None:
+    parallel = parallelize(make("llama"), mesh_of(group, 1, 2), loss_parallel=True)
+    if reads_inside:  # before the loss, which is then computed from them
+        parallel.lm_head.register_forward_hook(lambda module, args, y: y + 0 * y.mean())
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fused_tp").addHandler(handler)
+    for i in range(8):
+        output = parallel(**batch())
+        loss = output.loss
+        if i == step:
+            assert not any("computed also from an output" in message for message in messages), messages
+            loss = loss + output.logits.float().logsumexp(-1).square().mean()
+        loss.backward()
+    logging.getLogger("fused_tp").removeHandler(handler)
+    said = [message for message in messages if "computed also from an output of shape [2, 9, 3" in message]
+    assert bool(said) or dist.get_rank(group) > 0, messages  # rank 0 logs

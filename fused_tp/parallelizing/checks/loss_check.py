@@ -16,7 +16,7 @@ may be intended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -43,6 +43,7 @@ from fused_tp.parallelizing.checks.step_check import (
     two_norm,
 )
 from fused_tp.parallelizing.checks.undisturbed import Mode, current_random_states
+from fused_tp.parallelizing.deferred_logits import DeferredLogits
 from fused_tp.parallelizing.grad_sync import find_gradient_syncs
 from fused_tp.parallelizing.outputs import find_tensors, iterate_tensors
 from fused_tp.parallelizing.sequence_sharding import Parallelism
@@ -86,13 +87,23 @@ class LossCheck:
         if (first := next((t for t in iterate_tensors(output) if t.grad_fn is not None), None)) is not None:
             self._awaits_backward = True
             first.register_hook(self._note_backward)
+        for t in iterate_tensors(output):
+            if isinstance(t, DeferredLogits) and not t.is_computed:
+                t.watch(self._watch_logits)
+        output = _replace_outputs(output, lambda t: t.logits() if _is_computed(t) else t)
         if self._call is None:
             return self._watch_shards(output)
         self._call.watch_outputs(output)
         replicated = self.step_check.replicated_indices
-        trained = (i for i, t in enumerate(output_tensors(output)) if t.ndim and t.requires_grad)
+        tensors = enumerate(output_tensors(output))
+        trained = (i for i, t in tensors if t.ndim and (t.requires_grad or isinstance(t, DeferredLogits)))
         self._shard_indices = frozenset(i for i in trained if i not in replicated)
-        return None
+        return output
+
+    def _watch_logits(self, logits: Tensor) -> None:
+        """Log a warning if `logits`, which the loss has not been computed from, get a gradient."""
+        if logits.requires_grad:
+            logits.register_hook(self._warn_of_shard)
 
     def _watch_shards(self, output: Any) -> Any:
         """Return `output` with views of the tensors that hold one rank's tokens, whose gradients log a warning."""
@@ -106,12 +117,7 @@ class LossCheck:
             view.register_hook(self._warn_of_shard)
             return view
 
-        if shards and type(output) is tuple:
-            return tuple(map(watched, output))
-        if isinstance(output, MutableMapping):
-            for name, value in [*output.items()] if shards else ():
-                output[name] = watched(value)
-        return output
+        return _replace_outputs(output, watched) if shards else output
 
     def _warn_of_shard(self, grad: Tensor) -> None:
         if bool(grad.any()):
@@ -119,6 +125,21 @@ class LossCheck:
 
     def _note_backward(self, grad: Tensor) -> None:
         self._awaits_backward = False
+
+
+def _replace_outputs(output: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return `output` with its values replaced, if it is a tuple; those of a mapping are replaced in place."""
+    if type(output) is tuple:
+        return tuple(map(replace, output))
+    if isinstance(output, MutableMapping):
+        for name, value in [*output.items()]:
+            if (new_value := replace(value)) is not value:
+                output[name] = new_value
+    return output
+
+
+def _is_computed(value: object) -> bool:
+    return isinstance(value, DeferredLogits) and value.is_computed
 
 
 def _has_other_gradients(model: nn.Module, arguments: object) -> bool:
