@@ -34,6 +34,11 @@ def rows_per_chunk(num_columns: int, num_ranks: int, element_size: int) -> int:
     return max(MIN_CHUNK_ROWS, MAX_CHUNK_BYTES // max(1, -(-num_columns // num_ranks) * element_size))
 
 
+def exceeds_chunk(num_rows: int, num_columns: int, num_ranks: int, element_size: int) -> bool:
+    """True if a rank's logits of `num_columns` over all ranks are more than one chunk; equal on all ranks."""
+    return num_rows * -(-num_columns // num_ranks) * element_size > MAX_CHUNK_BYTES
+
+
 def check_reduction(reduction: Any) -> None:
     """Check that `reduction` is one of REDUCTIONS."""
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:

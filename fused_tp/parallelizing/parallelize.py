@@ -175,8 +175,8 @@ def parallelize(
     - with labels: the global loss. With `cp_dim`, the logits that are returned with it cover this rank's tokens, in the
       order of `sequence_positions(seq, group=cp)`, for packed documents
       `(seq, group=cp, layout="balanced", cu_seqlens=...)`. With `loss_parallel` they cover this rank's shard of the
-      vocabulary. When a gradient is needed, the loss is then computed without them (`linear_cross_entropy`), and they
-      are computed when they are read, which must be before the optimizer's step.
+      vocabulary. If they are more than 32 MiB and a gradient is needed, the loss is computed without them
+      (`linear_cross_entropy`), and they are computed when they are read, which must be before the optimizer's step.
     - with a KV cache (transformers: past_key_values or use_cache=True, as in `generate()`; other models: see
       `fused_tp.parallelizing.plain_model`), or with fewer tokens than CP ranks: only `tp_dim` shards, and every CP rank
       computes the same. Exception: an empty transformers `DynamicCache`, passed in eval mode under torch.no_grad(), is

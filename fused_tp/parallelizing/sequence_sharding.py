@@ -16,6 +16,7 @@ from fused_tp.core.checks import is_check_due
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.linear import column_forward
 from fused_tp.ops.collectives import gather, scatter
+from fused_tp.ops.vocab_statistics import exceeds_chunk
 from fused_tp.parallelizing.deferred_logits import DeferredLogits
 from fused_tp.parallelizing.forward_shard import (
     UNSHARDED,
@@ -569,6 +570,9 @@ class SequenceSharding:
             return column_forward([head], x, gather_size, batch)[0]
 
         assert state.local_len is not None  # of every sharded forward pass
+        num_rows, num_ranks = x.shape[0] * state.local_len, head.mesh.size()
+        if not exceeds_chunk(num_rows, head.out_features, num_ranks, x.element_size()):
+            return column_forward([head], x, gather_size, batch)[0]  # with one matmul less
         return DeferredLogits.from_head(head, x, state.local_len)
 
     def _set_layer_state(self, state: LayerState) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,12 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from fused_tp.ops import vocab_statistics
 from fused_tp.parallelizing.deferred_logits import DeferredLogits
 from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import VOCAB, copy_of, make, mesh_of
 from tests.reference import refuses
 from tests.workers import on_ranks
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """Context manager in which logits of any size are deferred; else only those of more than 32 MiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_statistics, "MAX_CHUNK_BYTES", 0)
+        yield
 
 
 def batch() -> dict[str, Tensor]:
@@ -31,6 +42,7 @@ def own_columns(whole: Tensor, group: Any) -> Tensor:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
+@deferring()
 def test_values_and_gradients_of_what_is_read(group: Any, sequence_parallel: bool) -> None:
     whole = make("llama")
     parallel = parallelize(
@@ -57,6 +69,7 @@ def test_values_and_gradients_of_what_is_read(group: Any, sequence_parallel: boo
 
 
 @on_ranks(2)
+@deferring()
 def test_reading_too_late_is_an_error(group: Any) -> None:
     parallel = parallelize(make("llama"), mesh_of(group, 1, 2), loss_parallel=True)
     output = parallel(**batch())
@@ -73,6 +86,7 @@ def test_reading_too_late_is_an_error(group: Any) -> None:
 
 
 @on_ranks(4)
+@deferring()
 def test_fsdp_frees_the_weight(group: Any) -> None:
     mesh = make_mesh("cpu", dp_shard=2, tp=2)
     whole = make("llama")
@@ -96,6 +110,7 @@ def test_fsdp_frees_the_weight(group: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["float", "scale", "cap", "cap twice", "shift", "in place", "slice"])
 @on_ranks(2)
+@deferring()
 def test_functions_between_head_and_loss(group: Any, kind: str) -> None:
     change = {
         "float": lambda y: y.float(),
@@ -136,6 +151,7 @@ def test_logits_are_not_in_memory(group: Any) -> None:
 @pytest.mark.parametrize("step", [0, 6])
 @pytest.mark.parametrize("reads_inside", [False, True])
 @on_ranks(2)
+@deferring()
 def test_losses_of_one_ranks_logits_are_logged(group: Any, step: int, reads_inside: bool) -> None:
     parallel = parallelize(make("llama"), mesh_of(group, 1, 2), loss_parallel=True)
     if reads_inside:  # before the loss, which is then computed from them
