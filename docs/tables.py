@@ -83,6 +83,7 @@ STYLES = {
     "rowwise_split_input": "the same, of an input that every rank has in full",
     "rowwise_rep": "the same, by its older name",
     "embedding_rowwise": "an embedding sharded along the vocabulary",
+    "head_bias": "an embedding with one column per head, of whose output a rank gets its heads",
     "local_params": "whole on every rank, but for its own parameters that the plan names (`colwise`: attention sinks)",
     "mla_kv_a_proj": "whole on every rank; the part of its output that all heads share gets the sum of their gradients",
     "moe_identity_expert": "an expert that returns what it is given; one rank adds it",

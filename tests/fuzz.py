@@ -232,7 +232,8 @@ def entropy(s: Source) -> Problem:
 
 
 def linear_entropy(s: Source) -> Problem:
-    rows, dtype, depth = s.choice(((0,), (3,), (2, 2))), s.choice(FLOATS), s.choice((1, 5))
+    # No dtypes of 16 bits, in which the logits are rounded before their loss, which has 32.
+    rows, dtype, depth = s.choice(((0,), (3,), (2, 2))), s.choice(FLOATS[:2]), s.choice((1, 5))
     vocab = s.choice((1, 2, 5, 8))
     labels = [s.choice((-100, s.randrange(vocab))) for _ in range(prod(rows))]
     target = torch.tensor(labels, dtype=torch.int64).view(rows)

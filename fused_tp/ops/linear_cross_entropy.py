@@ -278,8 +278,13 @@ def _is_not_negative(x: float) -> bool:
 
 def _key(a: _Args) -> ScheduleKey:
     dtype = accumulate_dtype(a.hidden.dtype)
-    num_rows = min(prod(a.hidden.shape[:-1]), _chunk_rows(a))
+    num_rows = prod(a.hidden.shape[:-1])
     return ScheduleKey("vocab_parallel_cross_entropy", dtype, a.hidden.device, num_rows, None, NUM_STATISTICS)
+
+
+def _backward_key(a: _Args) -> ScheduleKey:
+    """Return the key of the sum of d_hidden, which is the backward of `copy_to_group`."""
+    return ScheduleKey.from_shard("all_reduce", a.hidden, a.hidden.shape, None, a.hidden.shape[-1])
 
 
 def _chunk_rows(a: _Args) -> int:
@@ -472,6 +477,7 @@ LINEAR_CROSS_ENTROPY: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
+    backward_key=_backward_key,
     make_example_args=_example,
     prepare=_prepare,
     saves=("hidden", "weight", "bias", "target", "divisor", 1),

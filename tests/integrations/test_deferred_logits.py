@@ -157,6 +157,7 @@ def test_losses_of_one_ranks_logits_are_logged(group: Any, step: int, reads_insi
     if reads_inside:  # before the loss, which is then computed from them
         parallel.lm_head.register_forward_hook(lambda module, args, y: y + 0 * y.mean())
     messages: list[str] = []
+    logging.disable(logging.NOTSET)  # another test of these processes may have disabled warnings
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fused_tp").addHandler(handler)
