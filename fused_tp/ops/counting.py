@@ -104,11 +104,6 @@ def _collective_names(op: Any, values: Sequence[Any]) -> list[str]:
     if op.name == "all_gather_matmul_backward":
         num_reduce_scatters = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
         return ["reduce_scatter_tensor"] * num_reduce_scatters + ["all_gather_into_tensor"] * any(a.needs_weight)
-    if op.name == "linear_cross_entropy":
-        from fused_tp.ops.vocab_statistics import rows_per_chunk
-
-        chunk_rows = rows_per_chunk(a.loss.vocab_size, size, a.hidden.element_size())
-        return ["all_gather_into_tensor"] * max(1, -(-_num_rows(a.hidden) // chunk_rows))
     num_collectives = {"ring_attention": size - 1, "ring_attention_backward": 2 * (size - 1)}.get(op.name, 1)
     return [_COLLECTIVE_BY_KEY_OP[key.op]] * num_collectives
 

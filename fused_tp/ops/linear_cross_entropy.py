@@ -32,10 +32,10 @@ from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.arguments import (
     check_int,
     check_local,
-    check_tensor,
     checked_linear,
     checked_number,
     normalize_token_dim,
+    resized_shape,
     total_size,
 )
 from fused_tp.ops.collectives import all_gather, copy_to_group
@@ -74,9 +74,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """F.cross_entropy of the logits hidden @ weight^T + bias, sharded along the vocabulary and never whole in memory.
 
-    Instead of logits [T, v], a chunk of about 32 MiB of them exists at a time. Tokens whose target is `ignore_index`
-    take no time on CPUs. Each rank sends four numbers per token, and the gradient of `hidden`. In the table, s is the
-    label smoothing, V the size of the full vocabulary, and d_logits the gradient of the logits.
+    Instead of logits [T, v], a chunk of 32 MiB of them, or of 256 rows, exists at a time. Tokens whose target is
+    `ignore_index` take no time on CPUs. Each rank sends four numbers per token, and the gradient of `hidden`. In the
+    table, s is the label smoothing, V the size of the full vocabulary, and d_logits the gradient of the logits.
 
     =======  ==========================================================================
     forward  loss = lse - (1 - s) * logits[target] - s * mean(logits) + z_loss * lse^2
@@ -119,73 +119,45 @@ def linear_cross_entropy(
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009; z-loss:
     Chowdhery et al., "PaLM", arXiv:2204.02311.
     """
-    check_tensor("hidden", hidden, min_dims=2)
+    check_reduction(reduction)
+    requested_size: Any = vocab_size  # None until it is checked
+    loss = LossArgs(requested_size, label_smoothing, ignore_index, logit_scale, softcap, z_loss)
     check_local("target", target)
-    if gather_dim is not None:
+    # All is checked before hidden states are gathered: an invalid call on one rank must not leave its peers waiting.
+    divisor = _divisor(reduction, num_targets, target, ignore_index)
+    hidden, weight, bias = checked_linear("hidden", hidden, weight, bias, min_dims=2)
+    loss = _checked_loss(loss, weight, group)
+    if gather_dim is None:
+        check_target(target, "hidden", hidden, hidden.shape[:-1], "K")
+        if hidden.requires_grad:
+            hidden = copy_to_group(hidden, group=group)
+    else:
         gather_dim = normalize_token_dim("gather_dim", gather_dim, "hidden", hidden)
-        if target.ndim != hidden.ndim - 1:
-            raise ValueError(
-                f"target has shape {tuple(target.shape)}, but hidden has shape {tuple(hidden.shape)}; target must have "
-                "one dim less."
-            )
-        hidden = all_gather(hidden, gather_dim, group=group, gather_size=target.shape[gather_dim])
-    elif hidden.requires_grad:
-        hidden = copy_to_group(hidden, group=group)
-    return gathered_linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        bias,
-        group=group,
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        num_targets=num_targets,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        z_loss=z_loss,
-        vocab_size=vocab_size,
-    )
+        num_tokens = target.shape[gather_dim] if target.ndim == hidden.ndim - 1 else 0
+        shape = resized_shape(hidden, gather_dim, num_tokens)[:-1]
+        check_target(target, "the gathered hidden", hidden, shape, "K")
+        hidden = all_gather(hidden, gather_dim, group=group, gather_size=num_tokens)
+    return gathered_linear_cross_entropy(hidden, weight, target, bias, divisor, reduction, loss, group=group)
 
 
 def gathered_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
+    divisor: Tensor | None,
+    reduction: str,
+    loss: LossArgs,
     *,
     group: GroupLike,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_targets: int | Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    vocab_size: Any = None,
 ) -> Tensor:
     """Return `linear_cross_entropy` of replicated `hidden`, whose gradient is this rank's term of a sum over ranks.
 
-    The results of `copy_to_group` and `all_gather` have such gradients.
+    The results of `copy_to_group` and `all_gather` have such gradients. `divisor`, a scalar, divides the sum of losses.
     """
-    check_reduction(reduction)
     hidden, weight, bias = checked_linear("hidden", hidden, weight, bias)
     result: Tensor
-    result, _ = LINEAR_CROSS_ENTROPY(
-        hidden,
-        weight,
-        bias,
-        target,
-        _divisor(reduction, num_targets, target, ignore_index),
-        reduction,
-        vocab_size,
-        label_smoothing,
-        ignore_index,
-        logit_scale,
-        softcap,
-        z_loss,
-        group,
-    )
+    result, _ = LINEAR_CROSS_ENTROPY(hidden, weight, bias, target, divisor, reduction, *loss, group)
     return result
 
 
@@ -209,7 +181,9 @@ def _divisor(reduction: str, num_targets: Any, target: Tensor, ignore_index: int
     return torch.full((), number, dtype=torch.float64, device=target.device)
 
 
-class _LossArgs(NamedTuple):
+class LossArgs(NamedTuple):
+    """Keywords of `linear_cross_entropy` that define the loss of a token."""
+
     vocab_size: SymInt
     label_smoothing: float
     ignore_index: int
@@ -225,7 +199,7 @@ class _Args(NamedTuple):
     target: Tensor
     divisor: Tensor | None
     reduction: str
-    loss: _LossArgs
+    loss: LossArgs
     group: AnyGroup
 
     def __str__(self) -> str:
@@ -244,24 +218,27 @@ class _BackwardArgs(NamedTuple):
     log_sum_exp: Tensor  # of each token
     d_losses: Tensor  # of each token
     needs: list[bool]  # of hidden, weight and bias
-    loss: _LossArgs
+    loss: LossArgs
     group: AnyGroup
 
 
 def _prepare(a: _Args) -> _Args:
-    check_target(a.target, "hidden", a.hidden, "K")
-    vocab_size, label_smoothing, ignore_index, logit_scale, softcap, z_loss = a.loss
+    check_target(a.target, "hidden", a.hidden, a.hidden.shape[:-1], "K")
+    return a._replace(loss=_checked_loss(a.loss, a.weight, a.group))
+
+
+def _checked_loss(loss: LossArgs, weight: Tensor, group: GroupLike) -> LossArgs:
+    vocab_size, label_smoothing, ignore_index, logit_scale, softcap, z_loss = loss
     check_int("ignore_index", ignore_index)
-    _, size, rank = group_identity(a.group)
-    loss = _LossArgs(
-        total_size("vocab_size", vocab_size, a.weight.shape[0], size, rank, "dim 0 of weight"),
+    _, size, rank = group_identity(group)
+    return LossArgs(
+        total_size("vocab_size", vocab_size, weight.shape[0], size, rank, "dim 0 of weight"),
         checked_number("label_smoothing", label_smoothing, _is_fraction, "between 0 and 1"),
         ignore_index,
         checked_number("logit_scale", logit_scale, isfinite, "finite"),
         None if softcap is None else checked_number("softcap", softcap, _is_positive, "above 0 and finite"),
         checked_number("z_loss", z_loss, _is_not_negative, "0 or more, and finite"),
     )
-    return a._replace(loss=loss)
 
 
 def _is_fraction(x: float) -> bool:
@@ -287,79 +264,74 @@ def _backward_key(a: _Args) -> ScheduleKey:
     return ScheduleKey.from_shard("all_reduce", a.hidden, a.hidden.shape, None, a.hidden.shape[-1])
 
 
-def _chunk_rows(a: _Args) -> int:
-    return rows_per_chunk(a.loss.vocab_size, group_by_name(a.group).size, a.hidden.element_size())
-
-
 def _chunks(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
 
 class _Rows(NamedTuple):
-    """Rows of hidden states with a target.
+    """Rows of hidden states whose logits are computed.
 
     Attributes:
         hidden: [T, K].
         target: [T].
-        positions: of the rows among all tokens; None if they are all tokens. (On a GPU they are, because finding
-            the others would synchronize the host.)
-        is_counted: [T] or None: False for rows that are ignored nevertheless.
+        is_counted: [tokens], False for the tokens that are ignored.
+        positions: of the T rows among all tokens; None if they are all tokens. On a GPU they are, because finding
+            the others would synchronize the host.
     """
 
     hidden: Tensor
     target: Tensor
+    is_counted: Tensor
     positions: Tensor | None
-    is_counted: Tensor | None
 
     @classmethod
     def counted(cls, a: _Args | _BackwardArgs) -> _Rows:
         hidden, target = as_rows(a.hidden), a.target.reshape(-1)
         is_counted = target != a.loss.ignore_index
         check_target_range(target, is_counted, a.loss.vocab_size, a.loss.ignore_index)
-        if not hidden.is_cpu:
-            return cls(hidden, target, None, is_counted)
-        if is_counted.all():
-            return cls(hidden, target, None, None)
+        if not hidden.is_cpu or is_counted.all():
+            return cls(hidden, target, is_counted, None)
         positions = is_counted.nonzero()[:, 0]
-        return cls(hidden[positions], target[positions], positions, None)
+        return cls(hidden[positions], target[positions], is_counted, positions)
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the rows of `values` [tokens]: in all tokens that are ignored, zeros."""
-        if self.is_counted is not None:
-            return torch.where(self.is_counted, values, torch.zeros_like(values))
-        return values if self.positions is None else values[self.positions]
+        """Return the T rows of `values` [tokens]; zeros for ignored tokens."""
+        if self.positions is not None:
+            return values[self.positions]
+        return torch.where(self.is_counted, values, torch.zeros_like(values))
 
-    def spread(self, values: Tensor, num_tokens: int) -> Tensor:
+    def spread(self, values: Tensor) -> Tensor:
         """Return `values` [T, ...] at the positions of their rows among all tokens; zeros elsewhere."""
         if self.positions is None:
             return values
-        return values.new_zeros((num_tokens, *values.shape[1:])).index_copy_(0, self.positions, values)
+        shape = (len(self.is_counted), *values.shape[1:])
+        return values.new_zeros(shape).index_copy_(0, self.positions, values)
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    """Return (loss or losses, lse of each token)."""
-    group, rows, num_tokens = group_by_name(a.group), _Rows.counted(a), a.target.numel()
+    """Return (loss or losses, lse of each token).
+
+    Ranks exchange the statistics of all tokens, also of ignored ones: what is sent depends on shapes only, so that
+    ranks with different targets find out by their checksums.
+    """
+    group, rows, needs_logit_sum = group_by_name(a.group), _Rows.counted(a), a.loss.label_smoothing != 0.0
     vocab_range = shard_range(a.loss.vocab_size, group.size, group.rank)
-    dtype = accumulate_dtype(a.hidden.dtype)
-    losses, log_sum_exp = (a.hidden.new_empty(len(rows.target), dtype=dtype) for _ in range(2))
-    # At least one chunk, because ranks also exchange checksums.
-    for chunk in [*_chunks(len(rows.target), _chunk_rows(a))] or [slice(0, 0)]:
-        products, target = linear(rows.hidden[chunk], a.weight, a.bias), rows.target[chunk]
-        stats = products.new_zeros((len(products) + 1, NUM_STATISTICS), dtype=dtype)
+    stats = a.hidden.new_zeros((len(rows.target), NUM_STATISTICS), dtype=accumulate_dtype(a.hidden.dtype))
+    for chunk in _chunks(len(stats), rows_per_chunk(a.loss.vocab_size, group.size, a.hidden.element_size())):
+        products = linear(rows.hidden[chunk], a.weight, a.bias)
         for block in _blocks(products):
-            logits = _scale_and_cap(a.loss, products[block].to(dtype))
-            needs_logit_sum = a.loss.label_smoothing != 0.0
-            fill_statistics(stats[:-1][block], logits, target[block], vocab_range, needs_logit_sum=needs_logit_sum)
-        compared_target = a.target if chunk.start == 0 else None
-        gathered = exchange_statistics(schedule, stats, compared_target, "linear_cross_entropy", str(a), group)
-        losses[chunk], log_sum_exp[chunk] = combine_statistics(gathered, a.loss.label_smoothing, a.loss.vocab_size)
+            logits = _scale_and_cap(a.loss, products[block].to(stats.dtype))
+            target, block_stats = rows.target[chunk][block], stats[chunk][block]
+            fill_statistics(block_stats, logits, target, vocab_range, needs_logit_sum=needs_logit_sum)
+    checked_stats = torch.cat([rows.spread(stats), stats.new_zeros((1, NUM_STATISTICS))])
+    gathered = exchange_statistics(schedule, checked_stats, a.target, "linear_cross_entropy", str(a), group)
+    losses, log_sum_exp = combine_statistics(gathered, a.loss.label_smoothing, a.loss.vocab_size)
     if a.loss.z_loss != 0.0:
         losses = losses + a.loss.z_loss * log_sum_exp.square()
-    if rows.is_counted is not None:
-        losses = torch.where(rows.is_counted, losses, torch.zeros_like(losses))
-    result = rows.spread(losses, num_tokens).view(a.target.shape) if a.reduction == "none" else losses.sum()
-    return result if a.divisor is None else result / a.divisor, rows.spread(log_sum_exp, num_tokens)
+    losses = torch.where(rows.is_counted, losses, torch.zeros_like(losses))
+    result = losses.view(a.target.shape) if a.reduction == "none" else losses.sum()
+    return result if a.divisor is None else result / a.divisor, log_sum_exp
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -368,7 +340,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return _chunks(num_rows, max(1, _BLOCK_BYTES // row_bytes) if logits.is_cpu else max(1, num_rows))
 
 
-def _scale_and_cap(loss: _LossArgs, products: Tensor) -> Tensor:
+def _scale_and_cap(loss: LossArgs, products: Tensor) -> Tensor:
     """Return the logits of `products`, hidden @ weight^T + bias."""
     if loss.softcap is None:
         return products if loss.logit_scale == 1.0 else products * loss.logit_scale
@@ -377,7 +349,7 @@ def _scale_and_cap(loss: _LossArgs, products: Tensor) -> Tensor:
 
 def _differentiate_(
     products: Tensor,
-    loss: _LossArgs,
+    loss: LossArgs,
     vocab_range: tuple[int, int],
     target: Tensor,
     log_sum_exp: Tensor,
@@ -451,7 +423,7 @@ def _compute_gradients(_: None, g: _BackwardArgs) -> list[Tensor]:
             d_bias[chunk] = products.sum(0, dtype=dtype)
     d_hidden = d_hidden.to(g.hidden.dtype)
     if needs_hidden:
-        d_hidden = rows.spread(d_hidden, g.target.numel()).view(g.hidden.shape)
+        d_hidden = rows.spread(d_hidden).view(g.hidden.shape)
     return [d_hidden, d_weight, d_bias]
 
 
@@ -466,7 +438,7 @@ LINEAR_CROSS_ENTROPY_BACKWARD: Op[_BackwardArgs] = Op(
 
 
 def _example(size: int, hidden: Tensor, weight: Tensor) -> _Args:
-    loss = _LossArgs(weight.shape[0] * size, 0.0, -100, 1.0, None, 0.0)
+    loss = LossArgs(weight.shape[0] * size, 0.0, -100, 1.0, None, 0.0)
     return _Args(hidden, weight, None, hidden, None, "mean", loss, None)
 
 

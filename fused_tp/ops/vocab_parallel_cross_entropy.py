@@ -105,7 +105,7 @@ def _prepare(a: _Args) -> _Args:
     logits_shard, target, vocab_size, label_smoothing, ignore_index, reduction, group = a
     check_reduction(reduction)
     check_tensor("logits_shard", logits_shard)
-    check_target(target, "logits_shard", logits_shard, "the vocabulary")
+    check_target(target, "logits_shard", logits_shard, logits_shard.shape[:-1], "the vocabulary")
     smoothing = checked_number("label_smoothing", label_smoothing, _is_valid_smoothing, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)

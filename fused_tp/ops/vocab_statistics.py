@@ -10,6 +10,7 @@ smoothing and V the size of the full vocabulary:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,13 +46,13 @@ def check_reduction(reduction: Any) -> None:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
 
 
-def check_target(target: Any, name: str, t: Tensor, last_dim: str) -> None:
-    """Check that `target` holds one index for each row of `t`; `last_dim` says in the error what the last dim is."""
+def check_target(target: Any, name: str, t: Tensor, shape: Sequence[int], last_dim: str) -> None:
+    """Check that `target` holds an index for each row of `t`, whose rows have `shape`; `last_dim` is for the error."""
     check_local("target", target)
     if target.dtype != torch.int64:
         raise TypeError(f"target has dtype {target.dtype}; it must be int64 class indices, not class probabilities.")
     reason = f"one for each row of {name} of shape {tuple(t.shape)} ({last_dim} is the last dim)"
-    check_shape("target", target, t.shape[:-1], reason)
+    check_shape("target", target, shape, reason)
     check_device("target", target, name, t)
 
 
@@ -96,7 +97,7 @@ def fill_statistics(
 
 
 def exchange_statistics(
-    schedule: Schedule, rows: Tensor, target: Tensor | None, call: str, arguments: str, group: Group
+    schedule: Schedule, rows: Tensor, target: Tensor, call: str, arguments: str, group: Group
 ) -> Tensor:
     """Return the statistics of all ranks, [W, T, 4], from this rank's in `rows` [T + 1, 4].
 
@@ -104,18 +105,16 @@ def exchange_statistics(
     or targets. (On a GPU, the checksum of the targets synchronizes the host.)
 
     Args:
-        target: the targets to compare; None to compare nothing.
+        target: the targets to compare.
         call: name of the op, for the error.
         arguments: description of the arguments, equal on all ranks of a correct call.
     """
-    is_checked = target is not None and group.size > 1 and (rows.device.type == "cpu" or settings.check_ranks())
+    is_checked = group.size > 1 and (rows.device.type == "cpu" or settings.check_ranks())
     if is_checked:
-        assert target is not None
         checksums = checksum(arguments), checksum(target.cpu().contiguous().numpy())
         rows[-1, :2] = torch.tensor(checksums, dtype=rows.dtype, device="cpu")
     gathered = schedule.all_gather(rows, gather_dim=0, gather_size=None).wait().view(group.size, -1, NUM_STATISTICS)
     if is_checked:
-        assert target is not None
         arguments_checksums, target_checksums = gathered[:, -1, :2].T.tolist()
         difference, remedy = f"call {call} with different", "Pass the same on all ranks."
         check_equal_checksums(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fused_tp.nn.linear import ColumnParallelLinear
+from fused_tp.ops.arguments import autocast_dtype
 from fused_tp.ops.collectives import all_gather, copy_to_group
-from fused_tp.ops.linear_cross_entropy import gathered_linear_cross_entropy
+from fused_tp.ops.linear_cross_entropy import LossArgs, gathered_linear_cross_entropy
 
 # Properties and methods that need no values. `requires_grad` is False: only what is computed from the logits has one.
 _PROPERTIES = "shape dtype device ndim layout itemsize nbytes requires_grad grad_fn grad is_leaf is_cpu is_cuda"
@@ -108,9 +110,7 @@ class DeferredLogits(Tensor):
     def from_head(cls, head: ColumnParallelLinear, x: Tensor, seq_len: int) -> DeferredLogits:
         """Return the output of `head` for x [batch, seq, K], which has `seq_len` tokens over all ranks."""
         source = _Source.from_head(head, x, seq_len)
-        device_type = x.device.type
-        is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else x.dtype
+        cast_dtype = autocast_dtype(x)  # of now: logits may be read outside of autocast
 
         def compute() -> Tensor:
             # FSDP frees the weights of a pass after its backward.
@@ -123,26 +123,18 @@ class DeferredLogits(Tensor):
                     "The logits of a forward pass with labels are computed when they are read, and the output layer's "
                     f"weight has {change} since that pass. Read them before {deadline}."
                 )
-            with torch.autocast(device_type, dtype=dtype if is_autocast else None, enabled=is_autocast):
+            with torch.autocast(x.device.type, dtype=cast_dtype, enabled=cast_dtype is not None):
                 return F.linear(source.hidden, source.weight, source.bias)
 
         shape = (x.shape[0], seq_len, source.weight.shape[0])
-        return cls(shape, dtype, source, compute, _Factors())
+        return cls(shape, cast_dtype or x.dtype, source, compute, _Factors())
 
     def cross_entropy(self, targets: Tensor, num_targets: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
         """Return the sum of the targets' cross entropies / `num_targets`, without computing the logits."""
         (scale, cap), source = self.factors, self._source
+        loss = LossArgs(vocab_size, 0.0, ignore_index, scale if cap is None else scale * cap, cap, 0.0)
         return gathered_linear_cross_entropy(
-            source.hidden,
-            source.weight,
-            targets,
-            source.bias,
-            group=source.group,
-            ignore_index=ignore_index,
-            num_targets=num_targets,
-            logit_scale=scale if cap is None else scale * cap,
-            softcap=cap,
-            vocab_size=vocab_size,
+            source.hidden, source.weight, targets, source.bias, num_targets, "mean", loss, group=source.group
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -204,7 +196,10 @@ def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredL
     if kwargs or not isinstance(first, DeferredLogits) or first.is_computed:
         return None
     dtype, factors = first.dtype, first.factors
+    is_identity = func in (Tensor.float, Tensor.to) and dtype is torch.float32
     if (func is Tensor.float and len(args) == 1) or (func is Tensor.to and len(args) == 2 and args[1] is torch.float32):
+        if is_identity:
+            return first  # as torch does: what is written to one is written to both
         dtype = torch.float32
     elif func in _TANHS and len(args) == 1 and factors.cap is None:
         factors = _Factors(factors.scale, 1.0)
@@ -214,7 +209,8 @@ def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredL
         factors = factors.times(1.0 / args[1])
     else:
         return None
-    if dtype is torch.float32 and first.dtype is torch.float64:
+    has_valid_cap = factors.cap is None or (factors.cap > 0 and isfinite(factors.cap))
+    if not (isfinite(factors.scale) and has_valid_cap) or (dtype is torch.float32 and first.dtype is torch.float64):
         return None
     return DeferredLogits(first.shape, dtype, first._source, lambda: func(first.logits(), *args[1:]), factors)
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -79,29 +79,49 @@ _GATHERED_COLUMNS = StyleSpec(
 _SPLIT_ROWS = StyleSpec(
     nn.Linear, partial(RowParallelLinear.from_linear, input_is_parallel=False), 1, splits_input=True
 )
-STYLES = {
-    "colwise": StyleSpec(nn.Linear, ColumnParallelLinear.from_linear, 0),
-    "colwise_gather_output": _GATHERED_COLUMNS,
-    "colwise_rep": _GATHERED_COLUMNS,
-    "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
-    "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
-    "head_bias": StyleSpec(nn.Embedding, sums_gradient=True, narrows_output=True),
-    "local_params": UNSHARDED_STYLE,  # used with entries for the module's own parameters
-    "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
-    "moe_identity_expert": StyleSpec(adds_once=True),
-    "moe_tp_experts": StyleSpec(sums_output=True),  # used with entries for the module's own parameters
-    "multi_query_colwise": StyleSpec(nn.Linear, MultiQueryLinear.from_linear, 0, shares_keys=True),
-    "packed_colwise": _packed_style(ColumnParallelLinear, 0, 2),
-    "packed_colwise_3": _packed_style(ColumnParallelLinear, 0, 3),
-    "packed_colwise_12": _packed_style(ColumnParallelLinear, 0, 12),
-    "packed_rowwise_4": _packed_style(RowParallelLinear, 1, 4),
-    "replicate": UNSHARDED_STYLE,
-    "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
-    "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
-    "rowwise_rep": _SPLIT_ROWS,
-    "rowwise_split_input": _SPLIT_ROWS,
-    "sequence_parallel": UNSHARDED_STYLE,
-}
+_REPEATED_COLWISE = "repeated_colwise_"  # followed by the number of heads, fewer than ranks: `repeat_key_value_heads`
+
+
+@cache
+def _repeated_spec(num_heads: int) -> StyleSpec:
+    convert = partial(RepeatedColumnLinear.from_linear, num_blocks=num_heads)
+    return StyleSpec(nn.Linear, convert, 0, repeats_heads=True)
+
+
+class _Styles(dict[str, StyleSpec]):
+    """Specs by style. Those of repeated heads, which only `repeat_key_value_heads` chooses, are not among the keys."""
+
+    def __missing__(self, style: str) -> StyleSpec:
+        if not style.startswith(_REPEATED_COLWISE):
+            raise KeyError(style)
+        return _repeated_spec(int(style.removeprefix(_REPEATED_COLWISE)))
+
+
+STYLES = _Styles(
+    {
+        "colwise": StyleSpec(nn.Linear, ColumnParallelLinear.from_linear, 0),
+        "colwise_gather_output": _GATHERED_COLUMNS,
+        "colwise_rep": _GATHERED_COLUMNS,
+        "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
+        "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
+        "head_bias": StyleSpec(nn.Embedding, sums_gradient=True, narrows_output=True),
+        "local_params": UNSHARDED_STYLE,  # used with entries for the module's own parameters
+        "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
+        "moe_identity_expert": StyleSpec(adds_once=True),
+        "moe_tp_experts": StyleSpec(sums_output=True),  # used with entries for the module's own parameters
+        "multi_query_colwise": StyleSpec(nn.Linear, MultiQueryLinear.from_linear, 0, shares_keys=True),
+        "packed_colwise": _packed_style(ColumnParallelLinear, 0, 2),
+        "packed_colwise_3": _packed_style(ColumnParallelLinear, 0, 3),
+        "packed_colwise_12": _packed_style(ColumnParallelLinear, 0, 12),
+        "packed_rowwise_4": _packed_style(RowParallelLinear, 1, 4),
+        "replicate": UNSHARDED_STYLE,
+        "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
+        "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
+        "rowwise_rep": _SPLIT_ROWS,
+        "rowwise_split_input": _SPLIT_ROWS,
+        "sequence_parallel": UNSHARDED_STYLE,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -619,17 +639,9 @@ def repeat_key_value_heads(model: nn.Module, plan: ShardingPlan, num_ranks: int)
         if any(is_kv_count(key) for key in plan.head_attributes.get(attention, ())):
             continue  # they would be divided by the number of ranks
         if num_kv_heads and num_kv_heads % num_ranks and not num_ranks % num_kv_heads and not num_heads % num_ranks:
-            styles[name] = _repeated_style(num_kv_heads)
+            styles[name] = f"{_REPEATED_COLWISE}{num_kv_heads}"
             query_groups[attention] = num_heads // num_ranks
     return replace(plan, modules=styles, query_groups=query_groups)
-
-
-def _repeated_style(num_heads: int) -> str:
-    """Return the style of a projection to `num_heads` heads, fewer than ranks; it is added to STYLES."""
-    convert = partial(RepeatedColumnLinear.from_linear, num_blocks=num_heads)
-    style = f"repeated_colwise_{num_heads}"
-    STYLES.setdefault(style, StyleSpec(nn.Linear, convert, 0, repeats_heads=True))
-    return style
 
 
 def _repeatable_heads(model: nn.Module, attention: nn.Module) -> tuple[int, int] | None:

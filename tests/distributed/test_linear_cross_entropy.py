@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_tp
+from fused_tp.core.errors import RankMismatchError
 from fused_tp.core.partition import shard_range
 from fused_tp.ops import linear_cross_entropy, vocab_statistics
 from tests.distributed.schedule_cases import SCHEDULES, run_variant
-from tests.reference import assert_within_dtype_error, seeded
-from tests.workers import run_ranks
+from tests.reference import assert_within_dtype_error, refuses, seeded
+from tests.workers import on_ranks, run_ranks
 
 K = 6
 KEYWORDS: list[dict[str, Any]] = [
@@ -110,3 +111,34 @@ def test_equals_the_loss_of_whole_logits(schedule: str, world_size: int, dtype_n
 
 def test_on_one_rank() -> None:
     run_ranks(1, cases, "float32")
+
+
+@on_ranks(3)
+def test_frozen_operands_strides_and_ranks_that_differ(group: Any) -> None:
+    hidden, weight = seeded(4, 5, K).transpose(0, 1), seeded(K, 8, seed=2).t()  # views: [5, 4, K] and [8, K]
+    target = torch.randint(8, (5, 4), generator=torch.Generator().manual_seed(4))
+    own_weight = weight.tensor_split([3, 6])[dist.get_rank(group)]
+    wanted = [t.double().clone().requires_grad_() for t in (hidden, weight)]
+    reference(wanted[0], wanted[1], None, target, reduction="mean").backward()
+    for trained in ((True, False), (False, True)):
+        leaves = [t.detach().requires_grad_(needed) for t, needed in zip((hidden, own_weight), trained, strict=True)]
+        fused_tp.linear_cross_entropy(*leaves, target, group=group, vocab_size=8).backward()
+        assert [leaf.grad is not None for leaf in leaves] == list(trained)
+        index = trained.index(True)
+        expected = wanted[index].grad if index == 0 else own_shard(wanted[1].grad, 0, group)
+        torch.testing.assert_close(leaves[index].grad.double(), expected, rtol=1e-4, atol=1e-6)
+    # Ranks whose targets differ in the number of ignored tokens send the same shapes, and find out.
+    if dist.get_rank(group) == 1:
+        target = target.index_fill(0, torch.tensor([2]), -100)
+    says = "different (keywords|targets)"
+    refuses(
+        RankMismatchError, says, fused_tp.linear_cross_entropy, hidden, own_weight, target, group=group, vocab_size=8
+    )
+    # An argument that is invalid on one rank raises there before hidden states are gathered.
+    if dist.get_rank(group) == 0:
+        call = fused_tp.linear_cross_entropy
+        keywords: dict[str, Any] = {"group": group, "gather_dim": 0, "vocab_size": 8}
+        refuses(ValueError, "z_loss is -1", call, hidden, own_weight, target, z_loss=-1.0, **keywords)
+        refuses(ValueError, "weight has shape", call, hidden[..., :3], own_weight, target, **keywords)
+        refuses(ValueError, "target has shape", call, hidden, own_weight, target[:, :2], **keywords)
+    assert fused_tp.all_reduce(torch.ones(2), group=group).eq(3).all()

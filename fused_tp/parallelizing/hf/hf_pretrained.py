@@ -66,7 +66,7 @@ def load_pretrained(model: nn.Module, name: str | os.PathLike[str], **keywords: 
         )
     loader = FullTensorLoader(model)
     with torch.random.fork_rng(devices=[]), _captured_tensors(loader):
-        torch.manual_seed(0)  # of missing weights: equal on all ranks
+        torch.default_generator.manual_seed(0)  # for missing weights, equally on all ranks; not of GPUs
         beside, report = type(model).from_pretrained(
             name, config=copy.deepcopy(model.config), dtype=model.dtype, output_loading_info=True, **keywords
         )
