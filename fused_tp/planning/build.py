@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
+from fused_tp.parallelizing.hf.hf_pretrained import load_pretrained
 from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
 from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.parallelizing.shard_plan import EXPERT_STYLES, Style, resolve_plan
@@ -31,6 +32,7 @@ def build(
     plan: str | Mapping[str, Style] = "auto",
     layers: str | None = None,
     loss_fn: LossFunction | None = None,
+    pretrained: str | None = None,
 ) -> nn.Module | Pipeline:
     """Parallelize `model` over the ranks of `config`: in place, or with pp > 1 as a `Pipeline`.
 
@@ -44,6 +46,8 @@ def build(
         plan: see `parallelize`.
         layers: name of the nn.ModuleList of layers, which pp, recompute and FSDP2 need; None: search for it.
         loss_fn: loss of a pipeline; see `pipeline`.
+        pretrained: folder or name of a checkpoint, which is read shard by shard into `model`, a transformers model on
+            the meta device; see `load_pretrained`. Needs pp = 1 and tp > 1.
 
     Raises:
         TypeError, ValueError: the arguments, model and mesh do not fit; see `parallelize` and `pipeline`.
@@ -60,6 +64,11 @@ def build(
     for name, size in config.mesh_sizes.items():
         if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() != size:
             raise ValueError(f"config needs a mesh with {name}={size}, got {mesh}; use make_mesh(**config.mesh_sizes).")
+    if pretrained is not None and not config.loads_by_shards:
+        raise ValueError(
+            f"pretrained needs pp=1 and tp > 1, got pp={config.pp} and tp={config.tp}. Load the model by "
+            "from_pretrained, and pass it to build."
+        )
     needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
     container = find_container(model, layers) if needs_layers else ""
     if config.recompute == "full":
@@ -80,6 +89,8 @@ def build(
         )
     elif max(config.cp, config.tp, config.ep) > 1:
         parallelize(model, mesh, plan=plan, **config.parallelize_keywords)
+        if pretrained is not None:
+            load_pretrained(model, pretrained)
     if config.is_sharded:
         # Without a pipeline, gathered parameters are freed between forward and backward, as in ZeRO 3. A pipeline
         # keeps them: it would have to gather them again for each microbatch.

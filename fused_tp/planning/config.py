@@ -244,6 +244,11 @@ class ParallelConfig:
         """True if FSDP2 wraps the model and averages gradients."""
         return self.dp_replicate * self.dp_shard > 1
 
+    @property
+    def loads_by_shards(self) -> bool:
+        """True if `build` can read a checkpoint into each rank's shards."""
+        return self.tp > 1 and self.pp == 1
+
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML or JSON file.

@@ -132,7 +132,8 @@ class TrainingRun:
         self._autocast_dtype = _DTYPES[settings.precision]
         check_folder(settings)
         self.tokenizer = _load_tokenizer(settings.data.tokenizer)
-        model = make_model(settings)
+        pretrained = settings.model.pretrained if config.loads_by_shards else None
+        model = make_model(settings, without_values=pretrained is not None)
         self.shape = count_config(model.config)
         config.check(self.shape, seq=settings.data.seq, global_batch=settings.global_batch)
         _check_positions(model, settings.data.seq)
@@ -147,7 +148,7 @@ class TrainingRun:
                 "parallel rank and one microbatch."
             )
         with self._autocast():
-            self.model: Any = build(model, config, self.mesh)
+            self.model: Any = build(model, config, self.mesh, pretrained=pretrained)
         self.model.train()
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -438,8 +439,8 @@ def make_config(settings: TrainSettings) -> Any:
         return AutoConfig.for_model(str(model_settings.type), **default_sizes | model_settings.config)
 
 
-def make_model(settings: TrainSettings) -> Any:
-    """Create the model of the settings in fp32, equal on every rank.
+def make_model(settings: TrainSettings, without_values: bool = False) -> Any:
+    """Create the model of the settings in fp32, equal on every rank; on the meta device if `without_values`.
 
     Raises:
         ValueError: the model cannot be created.
@@ -449,6 +450,9 @@ def make_model(settings: TrainSettings) -> Any:
     torch.manual_seed(settings.seed)
     config, folder = make_config(settings), settings.model.pretrained
     with _raise_as_value_error("the model", settings.model.config):
+        if without_values:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if folder is not None:
             return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

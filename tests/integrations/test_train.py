@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from fused_tp.cli.main import main
 from fused_tp.cli.train import start_ranks
+from fused_tp.planning import build as build_module
 from fused_tp.training.export import check_folder
 from fused_tp.training.exposure import ExposureReport, analyze
 from fused_tp.training.log import RunLog, read_log
@@ -31,7 +33,7 @@ from fused_tp.training.settings import TrainSettings
 from fused_tp.training.traces import read_traces
 from tests.workers import error_of, run_fresh
 
-pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 TEXT = "".join(f"{number} and {number} are {2 * number}; " for number in range(600))
@@ -401,6 +403,35 @@ def test_exported_models_are_those_that_were_trained(tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == ["model"]
         assert json.loads((folder / "model" / "fused_tp.json").read_text())["step"] == 2
         assert json.loads((folder / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+PRETRAINED: list[dict[str, Any]] = [{"dp_shard": 2}, {"tp": 2}, {"tp": 2, "recompute": "full"}]
+
+
+def continued(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> list[list[float]]:
+    """Return the losses of each run, and check which of them read their checkpoint by shards."""
+    found = []
+    for given in runs:
+        with (
+            mock.patch.object(build_module, "load_pretrained", wraps=build_module.load_pretrained) as load,
+            TrainingRun(TrainSettings.from_mapping(given)) as run,
+        ):
+            assert load.called == ("tp" in given["parallel"])
+            found.append([step.loss for step in run.steps()])
+    return found
+
+
+def test_pretrained_models_are_read_by_shards(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=256)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "model")
+    runs = [
+        settings_of(tmp_path, steps=2, parallel=parallel, model={"pretrained": str(tmp_path / "model")})
+        for parallel in PRETRAINED
+    ]
+    whole, *by_shards = run_fresh(2, continued, runs)[0]
+    for losses in by_shards:
+        assert losses == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.long
