@@ -213,7 +213,9 @@ shared_memory_reserve = Setting(
     lambda text: _parse_count(text, 1, 1 << 56),  # kMaxReserveBytes in csrc/shm/control.h
     "a positive number of bytes, at most 2**56",
 )
-vllm_plugin_allowed = _switch_setting("FUSED_TP_VLLM", "1", "0: leave vLLM's layers and collectives as they are", True)
+vllm_plugin_allowed = _switch_setting(
+    "FUSED_TP_VLLM", "1 on CPUs, 0 on GPUs", "0: leave vLLM's layers and collectives as they are; 1: replace them", None
+)
 sglang_plugin_allowed = _switch_setting(
     "FUSED_TP_SGLANG", "1", "0: leave SGLang's layers and collectives as they are", True
 )

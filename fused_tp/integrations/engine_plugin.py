@@ -1,4 +1,4 @@
-"""Parts of the plugins for serving engines: the check of an engine's functions, and the shared memory of its groups."""
+"""Parts of the plugins for serving engines: the check of their functions, and the shared memory of their groups."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ Signatures = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 # With several threads a rank, engines divide a collective among them; those of `shm` run on one.
 _MAX_SERIAL_BYTES = 1 << 18
+
+
+class LayerType(type):
+    """Type of the layers that replace vLLM's. Subclasses of vLLM's layers, such as GateLinear, count as theirs.
+
+    vLLM's LoRA replaces instances of what is registered for a name, here a layer of the plugin.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__bases__[-1])
 
 
 def find_change(signatures: Signatures) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,15 @@ def worker_of(engine: Engine, rank: int) -> int:
     raise AssertionError(f"the engine has no rank {rank}")
 
 
-def kill_worker(engine: Engine, rank: int) -> str:
-    """Kill a rank of a working engine, check that the engine ends within seconds, and return its log."""
+def kill_worker(engine: Engine, rank: int, sent: signal.Signals = signal.SIGKILL, new_tokens: int = 2000) -> str:
+    """End a rank of a working engine by a signal, check that the engine ends within seconds, and return its log."""
     prompts = [5 + 11 * index for index in range(20)]
     engine.run(prompts, 4)
-    engine.send(prompts=prompts, new_tokens=2000)
+    engine.send(prompts=prompts, new_tokens=new_tokens, cancel_after=[None, 3] * 10)
     time.sleep(random.random())
-    os.kill(worker_of(engine, rank), signal.SIGKILL)
+    os.kill(worker_of(engine, rank), sent)
+    with suppress(BrokenPipeError):  # it has ended
+        engine.send(prompts=prompts, new_tokens=4)  # an engine without requests ends at the next one
     engine.process.wait(30)
     return engine.log.read_text()
 

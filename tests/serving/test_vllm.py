@@ -12,10 +12,12 @@ import pytest
 
 pytest.importorskip("vllm")
 from tests.serving.engine import CONFIGS, check_cancelled_requests, kill_worker, run_on_ranks, save_model, start_engine
+from tests.serving.kills import NAMES_RANK
 
 pytestmark = pytest.mark.serving
 
 PROMPTS = [5 + 11 * index for index in range(20)]
+GPU_LAYERS = {"FUSED_TP_TEST_GPU_LAYERS": "1", "PYTHONPATH": str(Path(__file__).with_name("vllm_stand_ins"))}
 ON, OFF = "fused_tp: linear layers by packed weights", "fused_tp: off"
 
 
@@ -53,6 +55,21 @@ def test_compiled(llama: Path, tmp_path: Path) -> None:
         known_files = files
 
 
+@pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
+def test_layers_for_gpus(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Tokens are stock's with the layers for GPUs, which run on CPU ranks in this test."""
+    model = save_model("qwen3_tied", tmp_path)
+    with start_engine(model, tmp_path, "--dtype", "float32", *options, has_plugin=False) as engine:
+        wanted = engine.run(PROMPTS, 64)["tokens"]
+    with start_engine(model, tmp_path, "--dtype", "float32", *options, **GPU_LAYERS) as engine:
+        assert engine.run(PROMPTS, 64)["tokens"] == wanted
+        log = engine.log.read_text()
+    assert "fused_tp: row-parallel layers by matmul_all_reduce" in log
+    for features in (256, 688):  # of the attention and the MLP of a rank
+        assert f"(512, {features}) of torch.float32 is faster with 1, 8, 32, 128 rows" in log
+    assert "is not used" not in log
+
+
 def test_plugin_that_vllm_does_not_load(llama: Path, tmp_path: Path) -> None:
     with start_engine(llama, tmp_path, VLLM_PLUGINS="other") as engine:
         engine.run([4], 2)
@@ -64,8 +81,7 @@ def test_killed_worker(llama: Path, tmp_path: Path, victim: int) -> None:
     """The engine ends within seconds, and its log names the rank."""
     with start_engine(llama, tmp_path) as engine:
         log = kill_worker(engine, victim)
-    # Whoever notices first: the peer that waits in a collective, or vLLM's monitor of its processes.
-    assert re.search(rf"rank {victim} died|VllmWorker-{victim} died", log)
+    assert re.search(NAMES_RANK.format(victim), log)
 
 
 def test_cancelled_requests(llama: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # noqa: E402  # after the settings
 from vllm.platforms import current_platform  # noqa: E402
 
-from fused_tp.integrations.vllm_layers import SharedMemoryCommunicator  # noqa: E402
+from fused_tp.integrations.vllm_cpu_layers import SharedMemoryCommunicator  # noqa: E402
 
 
 def main() -> None:

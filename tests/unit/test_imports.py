@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Missing())
 import fused_tp
 for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
     # Imported where their library has been, whose classes theirs are made from, or by it.
-    libraries = ("integrations.torchtitan", "integrations.megatron", "integrations.vllm_layers")
+    libraries = ("integrations.torchtitan", "integrations.megatron", "integrations.vllm_")
     libraries += ("integrations.transformers_serve", "parallelizing.peft", "selftest.")
     of_a_library = module.name.startswith(tuple(f"fused_tp.{name}" for name in libraries))
     if not of_a_library and module.name.split(".")[1] not in ("triton_kernels", "_core", "_cuda", "__main__"):

@@ -24,14 +24,14 @@ from vllm.platforms import current_platform
 
 from fused_tp import _core
 from fused_tp.backends.shared_memory.shm import ShmTransport
-from fused_tp.integrations.engine_plugin import COLLECTIVE_DTYPES, shared_memory_of
+from fused_tp.integrations.engine_plugin import COLLECTIVE_DTYPES, LayerType, shared_memory_of
 from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fused_tp.ops.packed_linear import pack_weight, packed_linear, reason_not_packable
 from fused_tp.ops.rms_norm import add_rms_norm, rms_norm, supports_rms_norm
 
 logger = init_logger("vllm.plugins.fused_tp")
 
-_COMMUNICATOR = "fused_tp.integrations.vllm_layers.SharedMemoryCommunicator"
+_COMMUNICATOR = "fused_tp.integrations.vllm_cpu_layers.SharedMemoryCommunicator"
 
 
 def register() -> None:
@@ -161,16 +161,6 @@ class EmbeddingMethod(PackedHeadMethod):
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-class _LayerType(type):
-    """Type of the plugin's layers. Subclasses of vLLM's layers, such as GateLinear, count as theirs.
-
-    vLLM's LoRA replaces instances of what is registered for a name, here a layer of the plugin.
-    """
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.__bases__[-1])
-
-
 class _PackedLinear:
     """Mixin of linear layers: replaces the method of unquantized weights."""
 
@@ -185,23 +175,23 @@ class _PackedLinear:
             self.quant_method = PackedLinearMethod()
 
 
-class PackedReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear, metaclass=_LayerType):
+class PackedReplicatedLinear(_PackedLinear, linear_layers.ReplicatedLinear, metaclass=LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear, metaclass=_LayerType):
+class PackedColumnParallelLinear(_PackedLinear, linear_layers.ColumnParallelLinear, metaclass=LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedMergedLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear, metaclass=_LayerType):
+class PackedMergedLinear(_PackedLinear, linear_layers.MergedColumnParallelLinear, metaclass=LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedQKVLinear(_PackedLinear, linear_layers.QKVParallelLinear, metaclass=_LayerType):
+class PackedQKVLinear(_PackedLinear, linear_layers.QKVParallelLinear, metaclass=LayerType):
     """vLLM's layer with a packed weight."""
 
 
-class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear, metaclass=_LayerType):
+class PackedRowParallelLinear(_PackedLinear, linear_layers.RowParallelLinear, metaclass=LayerType):
     """vLLM's layer with a packed weight, whose result is summed over the ranks in place."""
 
     def forward(self, input_: Tensor) -> Any:
@@ -238,13 +228,13 @@ class _PackedVocabulary:
             self.quant_method = self.method()
 
 
-class PackedEmbedding(_PackedVocabulary, embedding_layers.VocabParallelEmbedding, metaclass=_LayerType):
+class PackedEmbedding(_PackedVocabulary, embedding_layers.VocabParallelEmbedding, metaclass=LayerType):
     """vLLM's layer without vLLM's packed copy of the weight."""
 
     method = EmbeddingMethod
 
 
-class PackedHead(_PackedVocabulary, embedding_layers.ParallelLMHead, metaclass=_LayerType):
+class PackedHead(_PackedVocabulary, embedding_layers.ParallelLMHead, metaclass=LayerType):
     """vLLM's layer with a packed weight."""
 
     method = PackedHeadMethod
