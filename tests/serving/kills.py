@@ -18,9 +18,8 @@ from pathlib import Path
 from tests.serving.engine import kill_worker, save_model, start_engine
 
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM)
-NAMES_RANK = (
-    r"rank {0} died|VllmWorker-{0} died"  # by the peer that waits for it, or by vLLM's monitor of its processes
-)
+# Logged by the peer that waits for the rank, or by vLLM's monitor of its processes.
+NAMES_RANK = r"rank {0} (died|has left)|VllmWorker-{0} died"
 
 
 def main() -> int:
@@ -45,7 +44,7 @@ def main() -> int:
                 outcome = "did not end"
             outcomes[outcome] += 1
             if outcome != "named":
-                print(f"{number}: {sent.name} to rank {rank}: {outcome}", flush=True)
+                print(f"{number}: {sent.name} to rank {rank}: {outcome}\n{engine.log.read_text()[-4000:]}", flush=True)
             if number % 10 == 0:
                 print(f"{number} kills: {dict(outcomes)}", flush=True)
     return int(set(outcomes) != {"named"})
