@@ -97,8 +97,10 @@ def worker_of(engine: Engine, rank: int) -> int:
     raise AssertionError(f"the engine has no rank {rank}")
 
 
-def kill_worker(engine: Engine, rank: int, sent: signal.Signals = signal.SIGKILL, new_tokens: int = 2000) -> str:
-    """End a rank of a working engine by a signal, check that the engine ends within seconds, and return its log."""
+def kill_worker(
+    engine: Engine, rank: int, sent: signal.Signals = signal.SIGKILL, new_tokens: int = 2000, seconds: float = 30.0
+) -> str:
+    """End a rank of a working engine by a signal, check that the engine ends within `seconds`, and return its log."""
     prompts = [5 + 11 * index for index in range(20)]
     engine.run(prompts, 4)
     engine.send(prompts=prompts, new_tokens=new_tokens, cancel_after=[None, 3] * 10)
@@ -106,7 +108,7 @@ def kill_worker(engine: Engine, rank: int, sent: signal.Signals = signal.SIGKILL
     os.kill(worker_of(engine, rank), sent)
     with suppress(BrokenPipeError):  # it has ended
         engine.send(prompts=prompts, new_tokens=4)  # an engine without requests ends at the next one
-    engine.process.wait(30)
+    engine.process.wait(seconds)
     return engine.log.read_text()
 
 

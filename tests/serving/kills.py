@@ -1,6 +1,6 @@
 """Kill a rank of a working vLLM again and again: python -m tests.serving.kills --count 200.
 
-Requests are in flight, and some of them are cancelled. Each engine must end within seconds, and its log must name the
+Requests are in flight, and some of them are cancelled. Each engine must end within a limit, and its log must name the
 rank. Prints the failures and ends with 1 if there are any.
 """
 
@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=90.0, help="limit; an idle rank answers SIGTERM after 15")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     random.seed(arguments.seed)
@@ -38,7 +39,7 @@ def main() -> int:
             rank, sent = random.randrange(arguments.ranks), random.choice(SIGNALS)
             try:
                 with start_engine(model, folder, ranks=arguments.ranks) as engine:
-                    log = kill_worker(engine, rank, sent, random.choice((8, 2000)))
+                    log = kill_worker(engine, rank, sent, random.choice((8, 2000)), arguments.seconds)
                 outcome = "named" if re.search(NAMES_RANK.format(rank), log) else "did not name the rank"
             except subprocess.TimeoutExpired:
                 outcome = "did not end"
