@@ -9,7 +9,7 @@ namespace {
 struct RowLanes {
   using Sums = __m256;
   static constexpr int kRows = 2, kColumns = 4;
-  static constexpr int kMaxRows = kMaxFewRows, kWidth = 1, kBlockBytes = 8192;
+  static constexpr int kMaxRows = kMaxFewRows, kMemoryBoundRows = 12, kWidth = 1, kBlockBytes = 8192;
   static Sums zero() { return _mm256_setzero_ps(); }
   // Neighbours are added pairwise, so that three levels of additions add the lanes of all eight.
   static constexpr int kReduced = 8;
@@ -27,7 +27,7 @@ struct PanelLanes {
     __m256 first, last;
   };
   static constexpr int kRows = 4, kColumns = 1;
-  static constexpr int kMaxRows = 192, kWidth = kPanelColumns, kBlockBytes = 16384;
+  static constexpr int kMaxRows = 192, kMemoryBoundRows = kRows, kWidth = kPanelColumns, kBlockBytes = 16384;
   static Sums zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 };
 

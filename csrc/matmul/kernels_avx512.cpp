@@ -19,7 +19,7 @@ struct Avx512Sums {
 
 struct RowLanes : Avx512Sums {
   static constexpr int kRows = 4, kColumns = 6;  // with x and w 31 of the 32 registers
-  static constexpr int kMaxRows = kMaxFewRows, kWidth = 1, kBlockBytes = 8192;
+  static constexpr int kMaxRows = kMaxFewRows, kMemoryBoundRows = 12, kWidth = 1, kBlockBytes = 8192;
   // Halves of vectors are added pairwise, so that four levels of 8, 4, 2 and 1 additions add the lanes of all sixteen.
   static constexpr int kReduced = 16;
   static void reduce(const Sums* sums, float* to) {
@@ -44,7 +44,7 @@ struct RowLanes : Avx512Sums {
 
 struct PanelLanes : Avx512Sums {
   static constexpr int kRows = 6, kColumns = 4;
-  static constexpr int kMaxRows = 192, kWidth = kPanelColumns, kBlockBytes = 16384;
+  static constexpr int kMaxRows = 192, kMemoryBoundRows = kRows, kWidth = kPanelColumns, kBlockBytes = 16384;
 };
 
 struct Fp32Rows : RowLanes, Fp32Elements {

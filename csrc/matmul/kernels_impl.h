@@ -5,11 +5,11 @@
 // of each) is multiplied by all tiles of rows before the next. The rows of x are divided evenly among tiles: 5 rows are
 // 3 + 2, not 4 + 1, because a tile of one row loads seven vectors for six products.
 //
-// Meanwhile the next block is prefetched at an even rate, about one cache line per row of x and step: a core has few
-// buffers for lines that are on their way (24 on Zen 4), and a burst of prefetches leaves none for the loads of the
-// current block. Up to kMaxMemoryBoundRows rows, lines are prefetched into the L2 cache only: there the hardware's own
-// prefetcher runs ahead, which is faster. With more rows, products take longer than memory, and lines are prefetched
-// into the L1 cache; above kMaxPrefetchedRows, the hardware's prefetcher suffices.
+// Meanwhile the next block is prefetched, at an even rate: a core has few buffers for lines that are on their way (24
+// on Zen 4), and a burst of prefetches leaves none for the loads of the current block. Up to kMemoryBoundRows rows of
+// x, reading w takes longer than the products. Rows of w are then prefetched into the L2 cache only, because the
+// hardware's own prefetcher does the rest. Panels are long runs of memory: each step prefetches what kStepsAhead steps
+// later load.
 //
 // Each element of y is one chain of sums over depth, then (unless w is packed) one fixed tree over the lanes: its bits
 // depend on neither the other rows and columns nor the tile that computes it.
@@ -17,6 +17,7 @@
 // A Lanes type L defines:
 //   kRows, kColumns                     largest register tile
 //   kMaxRows                            rows of x for which sums are in memory at a time
+//   kMemoryBoundRows                    rows of x up to which reading w takes longer than the products
 //   Element                             element type of x, w and y
 //   round(sums, bias, count, y)         y[i] = sums[i] + bias[i], rounded once; bias may be null
 //   kDepth, kStep                       elements of a row of x and of w per step
@@ -32,6 +33,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "half.h"
 #include "matmul/kernels.h"
@@ -40,8 +42,7 @@
 namespace fused_tp::matmul {
 namespace {
 
-constexpr int64_t kMaxMemoryBoundRows = 12, kMaxPrefetchedRows = 64;
-enum Locality { kNoPrefetch = 0, kL2 = 2, kL1 = 3 };  // 2 and 3: of __builtin_prefetch
+constexpr int64_t kStepsAhead = 48;
 
 template <class L>
 constexpr int64_t kBlockSteps = L::kBlockBytes / (L::kStep * static_cast<int64_t>(sizeof(typename L::Element)));
@@ -117,23 +118,24 @@ struct WeightBlock {
   int64_t w_row, begin, end;
 };
 
-// Prefetches a block of w: the same step of all rows of w, then the next step. Each call of prefetch adds
-// kColumns / calls_per_step lines to those that are due.
-template <class L, int kColumns, Locality kLocality>
-class Prefetcher {
+// Prefetches rows of a block of w: a line of each row, then the next lines. Each row of a tile adds kColumns / rows
+// lines to those that are due, for `rows` rows of x.
+template <class L, int kColumns, bool kIsMemoryBound>
+class RowPrefetcher {
  public:
-  Prefetcher(const WeightBlock<L>& block, int64_t calls_per_step)
+  RowPrefetcher(const WeightBlock<L>& block, int64_t rows)
       : at_(block.w + block.begin * L::kStep),
         w_row_(block.w_row),
         left_((block.end - block.begin) * kColumns),
-        calls_per_step_(calls_per_step) {}
+        rows_(rows) {}
 
-  void prefetch() {
-    if constexpr (kLocality == kNoPrefetch) return;
-    for (credit_ += kColumns; credit_ >= calls_per_step_; credit_ -= calls_per_step_) {
+  FUSED_TP_INLINE void begin_step(const typename L::Element*, int64_t) {}
+
+  FUSED_TP_INLINE void add_row() {
+    for (due_ += kColumns; due_ >= rows_; due_ -= rows_) {
       if (left_ == 0) return;
       --left_;
-      __builtin_prefetch(at_, 0, kLocality);
+      __builtin_prefetch(at_, 0, kIsMemoryBound ? 2 : 3);
       at_ += w_row_;
       if (++column_ < kColumns) continue;
       column_ = 0;
@@ -143,13 +145,51 @@ class Prefetcher {
 
  private:
   const typename L::Element* at_;
-  int64_t w_row_, left_, calls_per_step_, credit_ = 0;
+  int64_t w_row_, left_, rows_, due_ = 0;
   int column_ = 0;
 };
 
-template <class L, int kRows, int kColumns, Locality kLocality>
-inline void multiply_tile(const XView<L>& x_rows, const WeightBlock<L>& block, Prefetcher<L, kColumns, kLocality>& next,
-                          bool is_first, typename L::Sums (*sums_in_memory)[kColumns]) {
+// Prefetches panels: those that a tile reads, ahead, or of the next block a step for each step of all tiles.
+template <class L, int kColumns, bool kIsMemoryBound>
+class PanelPrefetcher {
+ public:
+  PanelPrefetcher(const WeightBlock<L>& block, int64_t rows)
+      : at_(block.w + block.begin * L::kStep), end_(block.w + block.end * L::kStep), w_row_(block.w_row), rows_(rows) {}
+
+  // Called before each step of a tile, which loads its part of w from `w` on.
+  FUSED_TP_INLINE void begin_step(const typename L::Element* w, int64_t tile_rows) {
+    if constexpr (kIsMemoryBound) {
+      prefetch(w + kStepsAhead * L::kStep);
+    } else {
+      done_rows_ += tile_rows;
+      if (done_rows_ < rows_) return;
+      done_rows_ -= rows_;
+      if (at_ == end_) return;
+      prefetch(at_);
+      at_ += L::kStep;
+    }
+  }
+
+  FUSED_TP_INLINE void add_row() {}
+
+ private:
+  FUSED_TP_INLINE void prefetch(const typename L::Element* w) const {
+    FUSED_TP_UNROLL
+    for (int n = 0; n < kColumns; ++n) __builtin_prefetch(w + n * w_row_);
+  }
+
+  const typename L::Element *at_, *end_;
+  int64_t w_row_, rows_, done_rows_ = 0;
+};
+
+template <class L, int kColumns, bool kIsMemoryBound>
+using Prefetcher = std::conditional_t<(L::kWidth > 1), PanelPrefetcher<L, kColumns, kIsMemoryBound>,
+                                      RowPrefetcher<L, kColumns, kIsMemoryBound>>;
+
+template <class L, int kRows, int kColumns, bool kIsMemoryBound>
+inline void multiply_tile(const XView<L>& x_rows, const WeightBlock<L>& block,
+                          Prefetcher<L, kColumns, kIsMemoryBound>& next, bool is_first,
+                          typename L::Sums (*sums_in_memory)[kColumns]) {
   typename L::Sums sums[kRows][kColumns];
   FUSED_TP_UNROLL
   for (int m = 0; m < kRows; ++m) {
@@ -159,17 +199,18 @@ inline void multiply_tile(const XView<L>& x_rows, const WeightBlock<L>& block, P
   constexpr int64_t kStepBytes = XView<L>::step_bytes(kRows);
   const int64_t bytes_between_rows = x_rows.bytes_between_rows();
   const char* from = x_rows.data + block.begin * kStepBytes;
-  Prefetcher<L, kColumns, kLocality> prefetcher = next;
+  Prefetcher<L, kColumns, kIsMemoryBound> prefetcher = next;  // a copy in registers
   for (int64_t step = block.begin; step < block.end; ++step, from += kStepBytes) {
     typename L::WStep w[kColumns];
     FUSED_TP_UNROLL
     for (int n = 0; n < kColumns; ++n) w[n] = L::load_w(block.w + n * block.w_row + step * L::kStep);
+    prefetcher.begin_step(block.w + step * L::kStep, kRows);
     FUSED_TP_UNROLL
     for (int m = 0; m < kRows; ++m) {
       const typename L::XStep x = L::load_x(from + m * bytes_between_rows);
       FUSED_TP_UNROLL
       for (int n = 0; n < kColumns; ++n) sums[m][n] = L::multiply_add(x, w[n], sums[m][n]);
-      prefetcher.prefetch();
+      prefetcher.add_row();
     }
   }
   next = prefetcher;
@@ -181,25 +222,25 @@ inline void multiply_tile(const XView<L>& x_rows, const WeightBlock<L>& block, P
 }
 
 // Calls multiply_tile for a tile of `rows` rows, at most kRows.
-template <class L, int kRows, int kColumns, Locality kLocality>
+template <class L, int kRows, int kColumns, bool kIsMemoryBound>
 inline void multiply_tile_of(int64_t rows, const XView<L>& x, const WeightBlock<L>& block,
-                             Prefetcher<L, kColumns, kLocality>& next, bool is_first,
+                             Prefetcher<L, kColumns, kIsMemoryBound>& next, bool is_first,
                              typename L::Sums (*sums)[kColumns]) {
   if (rows == kRows) {
-    multiply_tile<L, kRows, kColumns, kLocality>(x, block, next, is_first, sums);
+    multiply_tile<L, kRows, kColumns, kIsMemoryBound>(x, block, next, is_first, sums);
   } else if constexpr (kRows > 1) {
-    multiply_tile_of<L, kRows - 1, kColumns, kLocality>(rows, x, block, next, is_first, sums);
+    multiply_tile_of<L, kRows - 1, kColumns, kIsMemoryBound>(rows, x, block, next, is_first, sums);
   }
 }
 
 // Adds the products of one block of w and `rows` rows of x to `sums`, and prefetches `next`.
-template <class L, int kColumns, Locality kLocality>
+template <class L, int kColumns, bool kIsMemoryBound>
 void multiply_block(const XView<L>& x, int64_t rows, const WeightBlock<L>& block, const WeightBlock<L>& next,
                     typename L::Sums (*sums)[kColumns], bool is_first) {
-  Prefetcher<L, kColumns, kLocality> prefetcher(next, rows);
+  Prefetcher<L, kColumns, kIsMemoryBound> prefetcher(next, rows);
   for_each_tile<L>(rows, [&](int64_t m, int64_t tile_rows) {
-    multiply_tile_of<L, L::kRows, kColumns, kLocality>(tile_rows, x.rows_from(m), block, prefetcher, is_first,
-                                                       sums + m);
+    multiply_tile_of<L, L::kRows, kColumns, kIsMemoryBound>(tile_rows, x.rows_from(m), block, prefetcher, is_first,
+                                                            sums + m);
   });
 }
 
@@ -225,7 +266,7 @@ inline void for_each_row_of_sums(const typename L::Sums (*sums)[kColumns], int64
 }
 
 // Computes rows [begin, end) of y, for the columns of kColumns rows of w from row n on; `end_n` ends the rows of w.
-template <class L, int kColumns, Locality kLocality>
+template <class L, int kColumns, bool kIsMemoryBound>
 void multiply_rows(const Problem& problem, const char* packed, int64_t begin, int64_t end, int64_t n, int64_t end_n) {
   using Element = typename L::Element;
   const auto* const w = static_cast<const Element*>(problem.w);
@@ -239,15 +280,15 @@ void multiply_rows(const Problem& problem, const char* packed, int64_t begin, in
     const int64_t end_step = std::min(step + kBlockSteps<L>, full_steps);
     const WeightBlock<L> current{w + n * w_row, w_row, step, end_step};
     const WeightBlock<L> next_in_row{current.w, w_row, end_step, std::min(end_step + kBlockSteps<L>, full_steps)};
-    multiply_block<L, kColumns, kLocality>(x, rows, current, end_step < full_steps ? next_in_row : next_rows, sums,
-                                           step == 0);
+    multiply_block<L, kColumns, kIsMemoryBound>(x, rows, current, end_step < full_steps ? next_in_row : next_rows, sums,
+                                                step == 0);
   }
   if (full_steps < steps) {  // fewer than kDepth elements remain: multiply a copy padded with zeros
     Element tail[kColumns][L::kStep] = {};
     for (int i = 0; i < kColumns; ++i)
       std::memcpy(tail[i], w + (n + i) * w_row + full_steps * L::kStep, problem.depth % L::kDepth * sizeof(Element));
     const WeightBlock<L> padded{tail[0] - full_steps * L::kStep, L::kStep, full_steps, full_steps + 1};
-    multiply_block<L, kColumns, kLocality>(x, rows, padded, {tail[0], L::kStep, 0, 0}, sums, full_steps == 0);
+    multiply_block<L, kColumns, kIsMemoryBound>(x, rows, padded, {tail[0], L::kStep, 0, 0}, sums, full_steps == 0);
   }
   const auto* const bias =
       problem.bias == nullptr ? nullptr : static_cast<const Element*>(problem.bias) + n * L::kWidth;
@@ -258,25 +299,23 @@ void multiply_rows(const Problem& problem, const char* packed, int64_t begin, in
 }
 
 // Rows of x outside, because those of one turn stay in the L2 cache, and w is streamed.
-template <class L, int kColumns, Locality kLocality>
+template <class L, int kColumns, bool kIsMemoryBound>
 void multiply_columns(const Problem& problem, const char* packed, int64_t begin, int64_t end) {
   for (int64_t m = 0; m < problem.rows; m += L::kMaxRows)
     for (int64_t n = begin; n < end; n += kColumns)
-      multiply_rows<L, kColumns, kLocality>(problem, packed, m, std::min<int64_t>(m + L::kMaxRows, problem.rows), n,
-                                            end);
+      multiply_rows<L, kColumns, kIsMemoryBound>(problem, packed, m, std::min<int64_t>(m + L::kMaxRows, problem.rows),
+                                                 n, end);
 }
 
 // Computes the columns of rows [begin, end) of w.
 template <class L>
 void multiply(const Problem& problem, const char* packed, int64_t begin, int64_t end) {
   const int64_t tiled_end = begin + (end - begin) / L::kColumns * L::kColumns;
-  if (problem.rows <= kMaxMemoryBoundRows)
-    multiply_columns<L, L::kColumns, kL2>(problem, packed, begin, tiled_end);
-  else if (problem.rows <= kMaxPrefetchedRows)
-    multiply_columns<L, L::kColumns, kL1>(problem, packed, begin, tiled_end);
-  else if constexpr (L::kWidth > 1)
-    multiply_columns<L, L::kColumns, kNoPrefetch>(problem, packed, begin, tiled_end);
-  if constexpr (L::kColumns > 1) multiply_columns<L, 1, kL2>(problem, packed, tiled_end, end);
+  if (problem.rows <= L::kMemoryBoundRows)
+    multiply_columns<L, L::kColumns, true>(problem, packed, begin, tiled_end);
+  else
+    multiply_columns<L, L::kColumns, false>(problem, packed, begin, tiled_end);
+  if constexpr (L::kColumns > 1) multiply_columns<L, 1, false>(problem, packed, tiled_end, end);
 }
 
 template <class L>
