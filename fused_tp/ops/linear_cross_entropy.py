@@ -5,8 +5,8 @@
     dl = (softmax(l) * (1 + 2 * z_loss * lse) - (1 - s) * onehot(target) - s / V) * d_loss
     dz = dl * (1 - (l / softcap)^2) * logit_scale
 
-Forward multiplies a chunk of rows by the weight, and keeps the statistics of the products (vocab_statistics.py).
-Backward multiplies all rows by a chunk of the weight's rows, and overwrites these products by their gradient. So each
+Forward multiplies a chunk of rows by the weight, and keeps the statistics of the products (vocab_statistics.py; on GPUs
+by triton_kernels/cross_entropy.py). Backward multiplies all rows by a chunk of the weight's rows, and overwrites these products by their gradient. So each
 row of the weight's gradient is one sum, rounded once, and the gradient of the hidden states is summed in fp32.
 
 That takes four matmuls, where logits in memory need three. Rejected: gradients in forward, chunk by chunk of rows, as
@@ -49,6 +49,7 @@ from fused_tp.ops.vocab_statistics import (
     exchange_statistics,
     fill_statistics,
     find_local_targets,
+    loss_kernels,
     rows_per_chunk,
 )
 
@@ -320,6 +321,10 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     stats = a.hidden.new_zeros((len(rows.target), NUM_STATISTICS), dtype=accumulate_dtype(a.hidden.dtype))
     for chunk in _chunks(len(stats), rows_per_chunk(a.loss.vocab_size, group.size, a.hidden.element_size())):
         products = linear(rows.hidden[chunk], a.weight, a.bias)
+        if (kernels := loss_kernels(products)) is not None:
+            terms = {"scale": a.loss.logit_scale, "softcap": a.loss.softcap, "needs_logit_sum": needs_logit_sum}
+            kernels.fill_statistics(stats[chunk], products, rows.target[chunk], vocab_range, **terms)
+            continue
         for block in _blocks(products):
             logits = _scale_and_cap(a.loss, products[block].to(stats.dtype))
             target, block_stats = rows.target[chunk][block], stats[chunk][block]
@@ -358,14 +363,21 @@ def _differentiate_(
     """Overwrite `products` [T, v] by their gradient, from the gradients `d_losses` [T] of the tokens' losses."""
     if products.shape[-1] == 0:
         return
-    local_index, is_local = find_local_targets(target, vocab_range)
     d_exp = d_losses if loss.z_loss == 0.0 else d_losses * (1.0 + 2.0 * loss.z_loss * log_sum_exp)
-    d_target = torch.where(is_local, (loss.label_smoothing - 1.0) * d_losses, 0.0)
+    d_smoothing = d_losses * (loss.label_smoothing / loss.vocab_size)
+    d_target = d_losses * (loss.label_smoothing - 1.0)
+    if (kernels := loss_kernels(products)) is not None:
+        terms = {"scale": loss.logit_scale, "softcap": loss.softcap}
+        d_terms = (log_sum_exp, d_exp, d_smoothing, d_target)
+        kernels.fill_gradients(products, products, target, vocab_range, *d_terms, **terms)
+        return
+    local_index, is_local = find_local_targets(target, vocab_range)
+    d_target = torch.where(is_local, d_target, 0.0)
     for block in _blocks(products):
         logits = _scale_and_cap(loss, products[block].to(log_sum_exp.dtype))
         d_logits = (logits - log_sum_exp[block, None]).exp_().mul_(d_exp[block, None])
         if loss.label_smoothing != 0.0:
-            d_logits.sub_((loss.label_smoothing / loss.vocab_size) * d_losses[block, None])
+            d_logits.sub_(d_smoothing[block, None])
         d_logits.scatter_add_(-1, local_index[block, None], d_target[block, None])
         if loss.softcap is not None:
             d_logits.mul_(1.0 - (logits / loss.softcap).square_())
@@ -405,7 +417,9 @@ def _compute_gradients(_: None, g: _BackwardArgs) -> list[Tensor]:
     """Return [d_hidden, d_weight, d_bias]; empty if not needed."""
     group, rows, dtype = group_by_name(g.group), _Rows.counted(g), g.log_sum_exp.dtype
     needs_hidden, needs_weight, needs_bias = g.needs
-    log_sum_exp, d_losses = rows.select(g.log_sum_exp), rows.select(g.d_losses.to(dtype))
+    # With the log-sum-exp of ignored tokens as well: exp(logit - 0) could be infinite, and 0 * infinity NaN.
+    log_sum_exp = g.log_sum_exp if rows.positions is None else g.log_sum_exp[rows.positions]
+    d_losses = rows.select(g.d_losses.to(dtype))
     d_hidden = rows.hidden.new_zeros(rows.hidden.shape if needs_hidden else (0,), dtype=dtype)
     d_weight = g.weight.new_empty(g.weight.shape if needs_weight else (0,))
     d_bias = g.weight.new_empty(g.weight.shape[:1] if needs_bias else (0,))

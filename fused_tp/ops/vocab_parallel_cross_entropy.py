@@ -24,6 +24,7 @@ from fused_tp.ops.vocab_statistics import (
     exchange_statistics,
     fill_statistics,
     find_local_targets,
+    loss_kernels,
 )
 
 
@@ -127,10 +128,14 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     resolved_group = group_by_name(group)
     is_counted = target != ignore_index
     check_target_range(target, is_counted, vocab_size, ignore_index)
-    logits = as_rows(logits_shard).to(accumulate_dtype(logits_shard.dtype))
-    stats = logits.new_zeros((logits.shape[0] + 1, NUM_STATISTICS))
+    logits, dtype = as_rows(logits_shard), accumulate_dtype(logits_shard.dtype)
+    stats = logits.new_zeros((logits.shape[0] + 1, NUM_STATISTICS), dtype=dtype)
     vocab_range = shard_range(vocab_size, resolved_group.size, resolved_group.rank)
-    fill_statistics(stats[:-1], logits, target, vocab_range, needs_logit_sum=label_smoothing != 0.0)
+    needs_logit_sum = label_smoothing != 0.0
+    if (kernels := loss_kernels(logits)) is not None:
+        kernels.fill_statistics(stats[:-1], logits, target.reshape(-1), vocab_range, needs_logit_sum=needs_logit_sum)
+    else:
+        fill_statistics(stats[:-1], logits.to(dtype), target, vocab_range, needs_logit_sum=needs_logit_sum)
     gathered = exchange_statistics(schedule, stats, target, "vocab_parallel_cross_entropy", str(a), resolved_group)
     losses, log_sum_exp = combine_statistics(gathered, label_smoothing, vocab_size)
     losses = torch.where(is_counted.reshape(-1), losses, torch.zeros_like(losses))
@@ -150,6 +155,15 @@ def _backward(s: SavedForBackward[_Args], d_losses: Tensor, _: Tensor) -> dict[s
     logits_shard, target = a.logits_shard, a.target
     resolved_group = group_by_name(a.group)
     d_rows = torch.where(target != a.ignore_index, d_losses, torch.zeros_like(d_losses))[..., None]
+    if (kernels := loss_kernels(logits_shard)) is not None:
+        vocab_range = shard_range(a.vocab_size, resolved_group.size, resolved_group.rank)
+        d_row = d_rows.reshape(-1)
+        d_terms = (d_row, d_row * (a.label_smoothing / a.vocab_size), d_row * (a.label_smoothing - 1.0))
+        d_logits = logits_shard.new_empty(as_rows(logits_shard).shape)
+        kernels.fill_gradients(
+            d_logits, as_rows(logits_shard), target.reshape(-1), vocab_range, log_sum_exp.reshape(-1), *d_terms
+        )
+        return {"logits_shard": d_logits.view(logits_shard.shape)}
     d_logits = torch.exp(logits_shard.to(log_sum_exp.dtype) - log_sum_exp[..., None])
     if a.label_smoothing != 0.0:
         d_logits = d_logits - a.label_smoothing / a.vocab_size

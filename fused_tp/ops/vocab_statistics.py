@@ -18,11 +18,13 @@ from torch import Tensor
 
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
+from fused_tp.core.availability import has_triton
 from fused_tp.core.group import Group
 from fused_tp.core.pending import check_equal_checksums, checksum
 from fused_tp.ops.arguments import check_device, check_local, check_shape
 
 REDUCTIONS = ("mean", "sum", "none")
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUM_STATISTICS = 4  # numbers per token that ranks exchange
 
 # Bytes of the logits that linear_cross_entropy holds at a time, and least rows of a chunk: each chunk reads the other
@@ -76,6 +78,15 @@ def find_local_targets(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Te
     flat_target = target.reshape(-1)
     is_local = (flat_target >= vocab_range[0]) & (flat_target < vocab_range[1])
     return torch.where(is_local, flat_target - vocab_range[0], 0), is_local
+
+
+def loss_kernels(x: Tensor) -> Any:
+    """Return the module of Triton kernels for the cross entropy of `x`, on GPUs; None if torch's operations serve."""
+    if not x.is_cuda or x.dtype not in _KERNEL_DTYPES or not has_triton():
+        return None
+    from fused_tp.triton_kernels import cross_entropy
+
+    return cross_entropy
 
 
 def fill_statistics(

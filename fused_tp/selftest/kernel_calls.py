@@ -9,6 +9,7 @@
 | copied | all-gather + matmul; copy engines gather the shards | FusedKernelSchedule |
 | ring, ring_in_groups | ring attention | ring_forward |
 | attention | attention of one rank, forward and backward | flash_attention, flash_backward |
+| cross_entropy | log-sum-exp of rows of logits, and their gradients | fill_statistics, fill_gradients |
 | collectives | csrc/cuda: all-reduce (+ residual + RMSNorm), all-gather; equal results on ranks | DeviceCollectives |
 | exchanges | csrc/cuda: reduce-scatter, all-to-all; results differ between ranks | DeviceCollectives |
 
@@ -35,6 +36,7 @@ from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.benchmarks.gpu_ranks import prepare_copied_gather, prepare_workspace, random_normal
 from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
 from fused_tp.core.partition import shard_range
+from fused_tp.triton_kernels import cross_entropy
 from fused_tp.triton_kernels.attention.backward import flash_backward
 from fused_tp.triton_kernels.attention.forward import flash_attention
 from fused_tp.triton_kernels.attention.launch import ScoreTerms
@@ -52,6 +54,7 @@ COPY_OPS = ("copied",)
 DIRECT_GATHER_OPS = ("direct",)
 RING_OPS = ("ring", "ring_in_groups")
 ATTENTION_OPS = ("attention",)
+LOSS_OPS = ("cross_entropy",)
 NATIVE_OPS = ("collectives", "exchanges")
 # Odd sizes, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles per program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
@@ -94,6 +97,8 @@ def make_call(
     """
     if op in ATTENTION_OPS:
         return attention_call(rank, (shape[0], 8, 128), dtype, seed)
+    if op in LOSS_OPS:
+        return loss_call(rank, shape, dtype, seed)
     if op in NATIVE_OPS:
         return native_call(rank, op, shape, dtype, seed)
     if op in RING_OPS:
@@ -258,6 +263,32 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
     )
 
 
+def loss_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
+    """Create a cross entropy call without communication that returns (dx, lse) for x [m, 16 n + 1]."""
+    m, n, _ = shape
+    size, softcap, scale = 16 * n + 1, (None, 20.0)[seed % 2], 1.5
+    x = random_normal(m, size, dtype=dtype, device=rank.device, seed=10 * seed, scale=4.0)
+    targets = torch.arange(m, device=rank.device) * 7919 % size
+    d_losses = random_normal(m, dtype=torch.float32, device=rank.device, seed=seed + 1)
+
+    def differentiate(workspace: Any) -> list[Tensor]:
+        stats, dx = x.new_empty(m, 4, dtype=torch.float32), torch.empty_like(x)
+        terms = {"scale": scale, "softcap": softcap}
+        cross_entropy.fill_statistics(stats, x, targets, (0, size), needs_logit_sum=True, **terms)
+        lse = stats[:, 0] + stats[:, 1].log()
+        no_smoothing = torch.zeros_like(d_losses)
+        cross_entropy.fill_gradients(dx, x, targets, (0, size), lse, d_losses, no_smoothing, -d_losses, **terms)
+        return [dx, lse]
+
+    def reference() -> list[Tensor]:
+        leaf = x.double().requires_grad_()
+        logits = leaf * scale if softcap is None else (leaf * (scale / softcap)).tanh() * softcap
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        return [*torch.autograd.grad(losses, leaf, d_losses.double()), logits.detach().logsumexp(-1)]
+
+    return RankCall(differentiate, reference, 0, size, has_lse=True)
+
+
 def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
     """Create calls of the collectives in csrc/cuda, on terms [m, n] and on m tokens with 2 W heads."""
     m, n, _ = shape
@@ -414,7 +445,7 @@ def make_workspace(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_
     """Create a workspace for `calls` on every rank, load all kernels, and allocate memory for all results."""
     if rank.device.type == "cuda":
         torch.cuda._sleep(1)  # loads the sleep kernel: loading it later would wait for kernels that wait for this rank
-    if op in ATTENTION_OPS:
+    if op in ATTENTION_OPS + LOSS_OPS:
         return None
 
     def warm_up(workspace: Any) -> None:

@@ -21,6 +21,7 @@ from fused_tp.selftest.kernel_calls import (
     COPY_OPS,
     DIRECT_GATHER_OPS,
     FEW_SHAPES,
+    LOSS_OPS,
     NATIVE_OPS,
     RING_OPS,
     SHAPES,
@@ -74,12 +75,15 @@ def _make_cases() -> tuple[KernelCase, ...]:
     bf16, all_shapes, few_shapes = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
     groups = {"sums": SUM_OPS, "gathers": (*DIRECT_GATHER_OPS, *COPY_OPS), "rings": RING_OPS, "collectives": NATIVE_OPS}
     cases = [
-        KernelCase("attention", op, 1, dtype, few_shapes) for op in ATTENTION_OPS for dtype in (bf16, torch.float32)
+        KernelCase(group, op, 1, dtype, few_shapes)
+        for group, ops in (("attention", ATTENTION_OPS), ("loss", LOSS_OPS))
+        for op in ops
+        for dtype in (bf16, torch.float32)
     ]
     # A single rank waits for no peer, so these cases also run under tools that serialize kernels.
     cases += [
         KernelCase(ONE_RANK_GROUP, op, 1, bf16, few_shapes)
-        for op in (*ATTENTION_OPS, *SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS, *NATIVE_OPS)
+        for op in (*ATTENTION_OPS, *LOSS_OPS, *SUM_OPS, *DIRECT_GATHER_OPS, *RING_OPS, *NATIVE_OPS)
     ]
     for group, ops in groups.items():
         cases += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, all_shapes) for op in ops]

@@ -26,6 +26,7 @@ from fused_tp.attention.layout import TokenLayout, TokenRanges
 from fused_tp.attention.ring_fused import kv_chunks, make_keys_layout
 from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Dropout, ScoreParameters
+from fused_tp.triton_kernels import cross_entropy
 from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
 from fused_tp.triton_kernels.attention import launch as attention_launch
 from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
@@ -284,6 +285,23 @@ def _decode(arch: int) -> Iterator[Variant]:
             yield Variant("attention decode merge", "64x128", arch, found[1], False)
 
 
+# -- loss --------------------------------------------------------------------------------------------------------------
+
+
+def _loss(arch: int) -> Iterator[Variant]:
+    """Plain statistics and gradients; capped ones with the sum that label smoothing needs."""
+    targets, by_row = torch.empty(M, dtype=torch.int64), [torch.empty(M)] * 4
+    for kind, softcap in (("bf16", None), ("bf16", 30.0), ("fp16", None), ("fp32", None)):
+        x, terms = empty(kind, M, 4 * N), {"softcap": softcap, "scale": 0.5}
+        with noted() as found:
+            cross_entropy.fill_statistics(
+                torch.empty(M, 4), x, targets, (0, 4 * N), needs_logit_sum=softcap is not None, **terms
+            )
+            cross_entropy.fill_gradients(x, x, targets, (0, 4 * N), *by_row, **terms)
+        for name, launch in zip(("statistics", "gradients"), found, strict=True):
+            yield Variant(f"cross entropy {name}", f"{kind}{' capped' * bool(softcap)}", arch, launch, False)
+
+
 @functools.cache
 def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
     """All shipped variants for each architecture; for SAMPLE one variant of each kernel and dtype on sm_90, one without
@@ -294,7 +312,7 @@ def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
         others = {(one.kernel, one.arch): one for one in reversed(all_variants((80, 100)))}
         rest = tuple(arch for arch in archs if arch != SAMPLE)
         return [*hopper.values(), *others.values(), *(all_variants(rest) if rest else ())]
-    families = (_gathers, _sums, _steps, _ring, _decode)
+    families = (_gathers, _sums, _steps, _ring, _decode, _loss)
     # Two configs with the same pointer loads are one variant.
     named = {(v.kernel, v.arch, v.name): v for family in families for arch in archs for v in family(arch)}
     found = list(named.values())

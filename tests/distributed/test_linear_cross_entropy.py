@@ -113,6 +113,28 @@ def test_on_one_rank() -> None:
     run_ranks(1, cases, "float32")
 
 
+@on_ranks(2)
+def test_large_logits_of_ignored_tokens(group: Any) -> None:
+    """All tokens are multiplied on GPUs; ignored ones add 0 to gradients, not 0 * exp of their logits."""
+    counted = linear_cross_entropy._Rows.counted
+
+    def all_tokens(args: Any) -> Any:
+        hidden, target = args.hidden.flatten(0, -2), args.target.flatten()
+        return linear_cross_entropy._Rows(hidden, target, target != -100, None)
+
+    hidden, weight = seeded(5, K, seed=1) * 1e3, own_shard(seeded(8, K, seed=2), 0, group)
+    target = torch.tensor([1, -100, 7, -100, 2])
+    gradients = []
+    for rows in (counted, all_tokens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear_cross_entropy._Rows, "counted", rows)
+            leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+            fused_tp.linear_cross_entropy(*leaves, target, group=group, vocab_size=8).backward()
+            gradients.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @on_ranks(3)
 def test_frozen_operands_strides_and_ranks_that_differ(group: Any) -> None:
     hidden, weight = seeded(4, 5, K).transpose(0, 1), seeded(K, 8, seed=2).t()  # views: [5, 4, K] and [8, K]
