@@ -6,8 +6,9 @@
     dz = dl * (1 - (l / softcap)^2) * logit_scale
 
 Forward multiplies a chunk of rows by the weight, and keeps the statistics of the products (vocab_statistics.py; on GPUs
-by triton_kernels/cross_entropy.py). Backward multiplies all rows by a chunk of the weight's rows, and overwrites these products by their gradient. So each
-row of the weight's gradient is one sum, rounded once, and the gradient of the hidden states is summed in fp32.
+by triton_kernels/cross_entropy.py). Backward multiplies all rows by a chunk of the weight's rows, and overwrites these
+products by their gradient. So each row of the weight's gradient is one sum, rounded once, and the gradient of the
+hidden states is summed in fp32.
 
 That takes four matmuls, where logits in memory need three. Rejected: gradients in forward, chunk by chunk of rows, as
 in Liger, with three. The weight's gradient is then rounded to bfloat16 after each chunk (with 16 chunks, its error is
