@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fused_tp.core.group import GroupLike
+from fused_tp.core.heads import partition_heads
 from fused_tp.nn.norm import with_reduced_grad
 from fused_tp.nn.sharding import (
     Memo,
@@ -134,7 +135,7 @@ class _ParallelLinear(nn.Linear):
 
         Raises:
             TypeError: `linear` is not an nn.Linear, or its weight is a DTensor.
-            ValueError: the ranks cannot share `parts` evenly.
+            ValueError: the sharded features are no multiple of `parts`, or of `parts` x ranks for more than two parts.
 
         Example:
             >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
@@ -414,14 +415,31 @@ class MultiQueryLinear(ColumnParallelLinear):
 
     The first `in_features` rows of the weight are queries, of which each rank computes its heads. All ranks compute the
     remaining rows: x as in ColumnParallelLinear -> [..., in_features / W + remaining rows]. The parameters are
-    replicated as in RepeatedColumnLinear, because no DTensor placement shards only some of the rows.
+    replicated as in RepeatedColumnLinear, because no DTensor placement shards only some of the rows. With `num_heads`,
+    ranks whose number does not divide the heads have complete heads: see `partition_heads`.
     """
 
     _weight_placement = Replicate()
     _bias_placement = Replicate()
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        num_heads: int | None = None,
+        **keywords: Unpack[LayerKeywords],
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **keywords)
+        self.num_heads = num_heads
+
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         start, stop = shard_rows(self.in_features, self.mesh)
+        if self.num_heads is not None:
+            heads = partition_heads(self.num_heads, 1, self.mesh.size())[self.mesh.get_local_rank()]
+            head_width = self.in_features // self.num_heads
+            start, stop = heads.start * head_width, heads.stop * head_width
 
         def local_rows(parameter: Tensor) -> Tensor:
             all_rows = with_reduced_grad(parameter, self.mesh)
@@ -460,12 +478,20 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
 
 
 def check_parts(name: str, parameter: Tensor, shard: PartsShard, num_ranks: int) -> None:
-    """Raise ValueError if the sharded dim is no multiple of `shard.num_parts` blocks, each over `num_ranks` ranks."""
-    if shard.num_parts > 1 and parameter.shape[shard.dim] % (shard.num_parts * num_ranks):
+    """Check that the sharded dim consists of `shard.num_parts` blocks of equal length.
+
+    The ranks must divide blocks of q, k and v, because their shards must be complete heads.
+
+    Raises:
+        ValueError: the dim has another size.
+    """
+    must_be_even = shard.num_parts > 2
+    divisor = shard.num_parts * (num_ranks if must_be_even else 1)
+    if parameter.shape[shard.dim] % divisor:
         raise ValueError(
             f"dim {shard.dim} of {name} {tuple(parameter.shape)} has {shard.num_parts} blocks, each sharded over "
-            f"{num_ranks} ranks. The size of the dim must be a multiple of {shard.num_parts} x {num_ranks}, got "
-            f"{parameter.shape[shard.dim]}."
+            f"{num_ranks} ranks. The size of the dim must be a multiple of {shard.num_parts}"
+            f"{f' x {num_ranks}' if must_be_even else ''}, got {parameter.shape[shard.dim]}."
         )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.core.group import GroupLike
+from fused_tp.nn.feature_exchange import FeatureExchange
 from fused_tp.nn.optimizers import PLAIN_SHARDINGS
 from fused_tp.nn.sharding import Memo, PartsShard, check_mesh, local_shard, renamed_error, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
@@ -67,6 +68,7 @@ def replicate_own_parameters(
     shards: Mapping[str, PartsShard] | None = None,
     read_parameters: Mapping[str, Callable[[], bool]] | None = None,
     parameter_mesh: DeviceMesh | None = None,
+    exchanges: Mapping[str, FeatureExchange] | None = None,
 ) -> bool:
     """Convert the plain parameters of `module`, without its submodules, to DTensors. Return True if it has any.
 
@@ -83,6 +85,7 @@ def replicate_own_parameters(
             function like `sums_gradients`.
         parameter_mesh: mesh of the DTensors, whose last dim is `mesh`, and whose other dims shard dim 0; default:
             `mesh`.
+        exchanges: by name of a sharded parameter, the exchange after which forward sees the elements that it needs.
     """
     plain_parameters = {
         name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)
@@ -101,6 +104,7 @@ def replicate_own_parameters(
         replicated_module._packed_parameter_dims = {
             name: dim for name, (dim, num_parts) in (shards or {}).items() if num_parts > 1
         }
+        replicated_module._parameter_exchanges = dict(exchanges or {})
         # A forward on the instance (transformers sets kernels from the hub there) would hide the subclass's forward.
         replicated_module._instance_forward = module.__dict__.pop("forward", None)
         replicated_module.__class__ = _replicated_class(replicated_module.__class__)
@@ -134,8 +138,14 @@ def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
                     continue
                 if is_summed and placement.is_replicate():
                     local_parameters[name] = with_reduced_grad(parameter, self._grad_mesh)
-                elif isinstance(parameter, DTensor) or name in self._packed_parameter_dims:
+                elif isinstance(parameter, DTensor) or name in (
+                    *self._packed_parameter_dims,
+                    *self._parameter_exchanges,
+                ):
                     local_parameters[name] = local_shard(parameter)
+        for name, exchange in self._parameter_exchanges.items():
+            if name in local_parameters:
+                local_parameters[name] = exchange(local_parameters[name], self._grad_mesh)
         for name, dim in self._packed_parameter_dims.items():
             if name in local_parameters:
                 local_parameters[name] = local_parameters[name].flatten(dim, dim + 1)
