@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.core.group import GroupLike
+from fused_tp.core.partition import shard_sizes
 from fused_tp.core.subclass import reason_not_plain
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
+from fused_tp.nn.feature_exchange import FeatureExchange
 from fused_tp.nn.linear import check_parts, features_of, is_conv1d
 from fused_tp.nn.norm import replicate_own_parameters
 from fused_tp.nn.sharding import Memo, PartsShard, shard_rows
@@ -30,12 +32,15 @@ from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution, ExpertRanks
 from fused_tp.parallelizing.experts import distribute_rows, takes_routing, use_grouped_matmuls
 from fused_tp.parallelizing.forward_shard import LayerState, unsharded_state
+from fused_tp.parallelizing.head_layout import NUM_GROUPS, HeadLayout, counts_kv_heads
 from fused_tp.parallelizing.readers import find_read_parameters
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 from fused_tp.parallelizing.shard_plan import (
     HEAD_PROJECTIONS,
+    PARAMETER_STYLES,
     STYLES,
     UNSHARDED_STYLE,
+    ParameterSpec,
     ShardingPlan,
     Style,
     StyleSpec,
@@ -107,16 +112,8 @@ def check_layers(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> None:
                 dims_by_parameter[id(parameter)][name] = (
                     specs[key].dim_of(parameter) if key in specs else spec_of(style).shard_dim
                 )
-            if (
-                key in specs
-                and (size := parameter.shape[specs[key].dim_of(parameter)] // specs[key].num_parts) % num_ranks
-            ):
-                raise ValueError(
-                    f"{_path(name, key)!r} {tuple(parameter.shape)} cannot be sharded along dim "
-                    f"{specs[key].dim_of(parameter)}, which has {specs[key].num_parts} chunks of {size} elements: "
-                    f"{size} is not a multiple of the {num_ranks} tensor parallel ranks. Use another tensor parallel "
-                    "size."
-                )
+            if key in specs:
+                _check_parameter_width(_path(name, key), module, parameter, specs[key], num_ranks)
         _check_packed_widths(name, module, spec_of(style), num_ranks)
         if num_ranks > 1:
             _check_nothing_lost(name, module, spec_of(style).convert is not None)
@@ -134,8 +131,27 @@ def check_layers(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> None:
             )
 
 
+def _check_parameter_width(name: str, module: Any, parameter: Tensor, spec: ParameterSpec, num_ranks: int) -> None:
+    """Check that every rank gets complete pairs of gate and up features, and equally many experts.
+
+    Raises:
+        ValueError: it does not.
+    """
+    dim = spec.dim_of(parameter)
+    size, sizes = parameter.shape[dim] // spec.num_parts, shard_sizes(parameter.shape[dim] // spec.num_parts, num_ranks)
+    # Experts of which the features of gate and up alternate.
+    has_pairs = name.rpartition(".")[2].startswith("gate_up_proj") and not getattr(module, "is_concatenated", True)
+    must_be_even = spec.dim == PARAMETER_STYLES["grouped_gemm"].dim and bool(size % num_ranks)
+    if must_be_even or (has_pairs and sizes != [2 * pairs for pairs in shard_sizes(size // 2, num_ranks)]):
+        reason = "experts must be distributed evenly" if must_be_even else "gate and up features alternate"
+        raise ValueError(
+            f"{name!r} {tuple(parameter.shape)} cannot be sharded over {num_ranks} tensor parallel ranks along dim "
+            f"{dim}, in shards of {', '.join(map(str, sizes))}: {reason}. Use another tensor parallel size."
+        )
+
+
 def _check_packed_widths(name: str, module: Any, spec: StyleSpec, num_ranks: int) -> None:
-    """Check the widths of a packed layer, a multiple of `num_ranks` per chunk, and of a multi-query layer.
+    """Check the widths of a packed layer over `num_ranks` ranks, and of a multi-query layer.
 
     Raises:
         ValueError: the layer has other widths.
@@ -253,7 +269,14 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         num_heads = max(head_counts(attention).values())  # number of query heads
         argument_names = list(inspect.signature(attention.forward).parameters)
         attention.register_forward_pre_hook(
-            partial(_narrow_heads, mesh, num_heads, dims_by_argument, argument_names), with_kwargs=True
+            partial(
+                _narrow_heads,
+                _local_heads(num_heads, plan.uneven_heads.get(name), mesh),
+                num_heads,
+                dims_by_argument,
+                argument_names,
+            ),
+            with_kwargs=True,
         )
     for name, num_groups in plan.query_groups.items():
         attention = model.get_submodule(name)
@@ -261,11 +284,33 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     for name, attributes in plan.head_attributes.items():
         attention = model.get_submodule(name)
         for attribute in attributes:
-            setattr(attention, attribute, getattr(attention, attribute) // mesh.size())
+            value = getattr(attention, attribute)
+            setattr(attention, attribute, _local_count(attribute, value, plan.uneven_heads.get(name), mesh))
+    for name, layout in plan.uneven_heads.items():
+        if name not in plan.parameters and hasattr(attention := model.get_submodule(name), NUM_GROUPS):
+            setattr(attention, NUM_GROUPS, layout.partition(mesh.size())[mesh.get_local_rank()].group_size)
+
+
+def _local_count(attribute: str, value: int, layout: HeadLayout | None, mesh: DeviceMesh) -> int:
+    """Return the value on this rank of an attribute of an attention module that is proportional to its heads."""
+    if layout is None:
+        return value // mesh.size()
+    heads = layout.partition(mesh.size())[mesh.get_local_rank()]
+    if counts_kv_heads(attribute):
+        return value * len(heads.kv_heads) // layout.num_kv_heads
+    return value * heads.num_heads // layout.num_heads
+
+
+def _local_heads(num_heads: int, layout: HeadLayout | None, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return (start, stop) of this rank's query heads."""
+    if layout is None:
+        return shard_rows(num_heads, mesh)
+    heads = layout.partition(mesh.size())[mesh.get_local_rank()]
+    return heads.start, heads.stop
 
 
 def _narrow_heads(
-    mesh: DeviceMesh,
+    local_heads: tuple[int, int],
     num_heads: int,
     dims_by_argument: Mapping[str, int],
     argument_names: list[str],
@@ -277,7 +322,7 @@ def _narrow_heads(
 
     `dims_by_argument` maps the names of these arguments to their dim of size heads or batch * heads.
     """
-    start, stop = shard_rows(num_heads, mesh)
+    start, stop = local_heads
 
     def narrow(name: str, t: Any) -> Any:
         if name not in dims_by_argument or not isinstance(t, Tensor) or t.shape[dims_by_argument[name]] == 1:
@@ -297,10 +342,14 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     if spec.shares_rotary:
         module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
     if spec.narrows_output:
-        module.register_forward_hook(partial(_narrow_output, mesh))
+        num_heads = module.embedding_dim
+        local_heads = _local_heads(num_heads, HeadLayout("query", num_heads, num_heads), mesh)
+        module.register_forward_hook(partial(_narrow_output, local_heads))
     if spec.convert is None:
         return module
     layer = spec.convert(module, mesh=mesh, memo=memo)
+    if spec.heads is not None and not spec.shares_keys:
+        _exchange_features(layer, spec.heads, mesh, is_output=spec.shard_dim == 0)
     # Keep other attributes, such as the flag by which transformers recognizes initialized layers.
     vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
     scale = embedding_scale(module)
@@ -320,8 +369,30 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     return layer
 
 
-def _narrow_output(mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-    start, stop = shard_rows(output.shape[-1], mesh)
+def _exchange_features(layer: Any, layout: HeadLayout, mesh: DeviceMesh, *, is_output: bool) -> None:
+    """Hook a layer so that code outside of it sees the features of this rank's heads instead of those of its shard."""
+    if is_output:
+        exchange = layout.output_exchange(layer.out_features, mesh.size())
+        layer.register_forward_hook(partial(_exchange_output, mesh, exchange))
+    else:
+        exchange = layout.input_exchange(layer.in_features, mesh.size())
+        layer.register_forward_pre_hook(partial(_exchange_input, mesh, exchange))
+
+
+def _exchange_output(
+    mesh: DeviceMesh, exchange: FeatureExchange, layer: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    return exchange(output, mesh)
+
+
+def _exchange_input(
+    mesh: DeviceMesh, exchange: FeatureExchange, layer: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return exchange(args[0], mesh), *args[1:]
+
+
+def _narrow_output(local_heads: tuple[int, int], embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    start, stop = local_heads
     return output.narrow(-1, start, stop - start)
 
 
@@ -525,12 +596,23 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
             shards=shards,
             read_parameters=read_predicates,
             parameter_mesh=mesh,
+            exchanges=_parameter_exchanges(name, module, sharding),
         )
         scatters_output = (
             has_parameters and isinstance(module, nn.Embedding) and not sharding.sequence.runs_on_full_sequence(name)
         )
         if name in plan.position_modules or scatters_output:
             module.register_forward_hook(partial(_scatter_embeddings, sharding.sequence, sharding.mesh))
+
+
+def _parameter_exchanges(name: str, module: nn.Module, sharding: Sharding) -> dict[str, FeatureExchange]:
+    """Return the exchanges for 1-D parameters of `module` with elements of heads, by name."""
+    layouts = {key: sharding.plan.uneven_heads.get(_path(name, key)) for key in module._parameters}
+    return {
+        key: layout.output_exchange(module.get_parameter(key).numel(), sharding.mesh.size())
+        for key, layout in layouts.items()
+        if layout is not None
+    }
 
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:

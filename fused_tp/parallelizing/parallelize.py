@@ -37,6 +37,7 @@ from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution
 from fused_tp.parallelizing.grad_sync import GRADIENT_SYNCS_ATTRIBUTE, GradientSync, no_sync
+from fused_tp.parallelizing.head_layout import HeadLayout
 from fused_tp.parallelizing.hf.hf_model import (
     TransformersSequenceSharding,
     check_transformers_model,
@@ -52,7 +53,6 @@ from fused_tp.parallelizing.shard_plan import (
     Style,
     check_experts,
     check_experts_not_distributed,
-    check_head_counts,
     choose_intermediate_styles,
     plan_experts,
     repeat_key_value_heads,
@@ -60,6 +60,7 @@ from fused_tp.parallelizing.shard_plan import (
     warn_of_small_sharded_share,
 )
 from fused_tp.parallelizing.state_dict import check_buffers, materialize
+from fused_tp.parallelizing.uneven_heads import share_uneven_heads
 from fused_tp.parallelizing.whole_blocks import (
     find_blocks,
     gather_output_after,
@@ -261,8 +262,8 @@ def parallelize(
     Raises:
         TypeError: an argument has the wrong type; the model is sharded already.
         RankMismatchError: the ranks have created different models, or initialised them from different random states.
-        ValueError: an unsupported argument, before anything is changed: a mesh without these dims, TP sizes that do not
-            divide the heads, an unsupported style or module in the plan, sequence sharding that the model does not
+        ValueError: an unsupported argument, before anything is changed: a mesh without these dims, more TP ranks than
+            heads, an unsupported style or module in the plan, sequence sharding that the model does not
             support. Or the sharded model differs from the unsharded one (`verify`), also in the first calls with
             gradients; do not use the model then.
 
@@ -378,8 +379,8 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
         expert_distribution = _plan_experts(model, options, plan)
         if tp_mesh is not None:
             plan = repeat_key_value_heads(model, plan, num_ranks)
+            plan = share_uneven_heads(model, plan, num_ranks)
             plan = choose_intermediate_styles(model, plan, shards_logits=parallelism.loss_parallel)
-            check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)
         with without_input_hooks(model):
             check_layers(model, plan, num_ranks)
@@ -399,6 +400,7 @@ def _make_plan(model: nn.Module, options: _CheckedArguments) -> _ModelPlan:
             check_plain_model(model, plan.modules, parallelism)
             sequence = PlainSequenceSharding(model, parallelism, plan.modules)
         sequence.whole_blocks, sequence.expert_blocks = block_names
+        sequence.uneven_heads = plan.uneven_heads
         if adapters:
             adapters.check(sequence.whole_blocks)
     if adapters:
@@ -512,7 +514,32 @@ def _apply_plan(model: nn.Module, options: _CheckedArguments, model_plan: _Model
     sequence.adapt(model)
     input_hooks.close()
     _warn_of_packed_parameters(model, options.meshes)
+    if tp_mesh is not None and plan.uneven_heads:
+        _warn_of_uneven_heads(model, options.meshes, plan.uneven_heads, tp_mesh.size())
     return sharding
+
+
+def _warn_of_uneven_heads(
+    model: nn.Module, meshes: Sequence[DeviceMesh], layouts: Mapping[str, HeadLayout], num_ranks: int
+) -> None:
+    """Log how many heads each rank has, where they differ: the rank with the most heads sets the pace of attention."""
+    for layout in dict.fromkeys(layout for layout in layouts.values()):
+        partition = layout.partition(num_ranks)
+        query_counts = [heads.num_heads for heads in partition]
+        warn_once(
+            meshes,
+            f"uneven heads of {type(model).__name__} {layout}",
+            "%d tensor parallel ranks share %d query and %d key/value heads of %s unevenly: they compute %s query "
+            "heads, and their caches hold %s key/value heads. Attention takes as long as on the rank with the most "
+            "heads, %.2f times an even share.",
+            num_ranks,
+            layout.num_heads,
+            layout.num_kv_heads,
+            type(model).__name__,
+            ", ".join(map(str, query_counts)),
+            ", ".join(str(len(heads.kv_heads)) for heads in partition),
+            max(query_counts) * num_ranks / layout.num_heads,
+        )
 
 
 def _warn_of_packed_parameters(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from fused_tp.parallelizing.forward_shard import (
 from fused_tp.parallelizing.global_loss import GlobalLoss, UserLoss, scale_gradient, shift_targets
 from fused_tp.parallelizing.grad_sync import GradientSync
 from fused_tp.parallelizing.graph import HeadOutputs, leaf_tensors, reachable_nodes
+from fused_tp.parallelizing.head_layout import HeadLayout
 from fused_tp.parallelizing.outputs import find_tensors, map_tensors
 
 # Attribute of a model whose output is not returned to the caller: a pipeline stage other than the last.
@@ -115,6 +116,7 @@ class SequenceSharding:
         self._layers: list[Any] = []
         self._head_layers: list[ColumnParallelLinear] = []
         self._head_hooks: list[Any] = []  # handles of the hooks of `set_head`
+        self.uneven_heads: Mapping[str, HeadLayout] = {}  # of attention modules, see `ShardingPlan`
         self.whole_blocks: list[str] = []  # names of blocks that run on the full sequence, see `whole_blocks`
         self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
         # Modules before and after the layers that see the full sequence, and where it is split and joined: see

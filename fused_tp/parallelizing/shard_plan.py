@@ -23,6 +23,7 @@ from fused_tp.nn.linear import MultiQueryLinear, RepeatedColumnLinear, features_
 from fused_tp.parallelizing.expert_parallel import check_distributable
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.families import Family, find_family, has_family
+from fused_tp.parallelizing.head_layout import HeadLayout
 
 Style: TypeAlias = "str | ParallelStyle"
 
@@ -51,6 +52,8 @@ class StyleSpec:
             sharded by heads. Each rank's gradient of these features covers its own heads, so it is summed over ranks.
         narrows_output: the last dim of the module's output has one entry per head, of which each rank gets its own.
         repeats_heads: neighboring ranks compute the same head, because there are fewer heads than ranks.
+        heads: the layer's features belong to attention heads, whose number the ranks do not divide. The parameters are
+            sharded like those of other layers, and the ranks exchange features at the ends of the shards.
     """
 
     module_class: type[nn.Module] = nn.Module
@@ -66,6 +69,7 @@ class StyleSpec:
     shares_rotary: bool = False
     repeats_heads: bool = False
     narrows_output: bool = False
+    heads: HeadLayout | None = None
 
 
 def _packed_style(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, num_parts: int) -> StyleSpec:
@@ -88,13 +92,39 @@ def _repeated_spec(num_heads: int) -> StyleSpec:
     return StyleSpec(nn.Linear, convert, 0, repeats_heads=True)
 
 
+# Styles of layers in attention modules whose heads the ranks do not divide: `share_uneven_heads`. They are followed by
+# the fields of a HeadLayout.
+_HEAD_STYLES = ("colwise_by_head", "rowwise_by_head", "multi_query_by_head")
+
+
+def head_style(base_style: str, heads: HeadLayout) -> str:
+    """Return the style, one of `_HEAD_STYLES` with a layout, of a layer that has `base_style` for even heads."""
+    prefix = {"rowwise": "rowwise", "multi_query_colwise": "multi_query"}.get(base_style, "colwise")
+    kind, num_heads, num_kv_heads, keeps_groups = heads
+    return f"{prefix}_by_head:{kind}:{num_heads}:{num_kv_heads}:{int(keeps_groups)}"
+
+
+@cache
+def _head_spec(style: str) -> StyleSpec:
+    prefix, kind, *numbers = style.split(":")
+    num_heads, num_kv_heads, keeps_groups = map(int, numbers)
+    heads = HeadLayout(kind, num_heads, num_kv_heads, bool(keeps_groups))
+    if prefix == "multi_query_by_head":
+        convert: Any = partial(MultiQueryLinear.from_linear, num_heads=num_heads)
+        return StyleSpec(nn.Linear, convert, 0, shares_keys=True, heads=heads)
+    layer, dim = (RowParallelLinear, 1) if prefix == "rowwise_by_head" else (ColumnParallelLinear, 0)
+    return StyleSpec(nn.Linear, layer.from_linear, dim, heads=heads)
+
+
 class _Styles(dict[str, StyleSpec]):
-    """Specs by style. Those of repeated heads, which only `repeat_key_value_heads` chooses, are not among the keys."""
+    """Specs by style. Those that only this package chooses, for some numbers of heads and ranks, are not keys."""
 
     def __missing__(self, style: str) -> StyleSpec:
-        if not style.startswith(_REPEATED_COLWISE):
-            raise KeyError(style)
-        return _repeated_spec(int(style.removeprefix(_REPEATED_COLWISE)))
+        if style.startswith(_REPEATED_COLWISE):
+            return _repeated_spec(int(style.removeprefix(_REPEATED_COLWISE)))
+        if style.partition(":")[0] in _HEAD_STYLES:
+            return _head_spec(style)
+        raise KeyError(style)
 
 
 STYLES = _Styles(
@@ -174,6 +204,8 @@ class ShardingPlan:
         flattens_tokens: layers get the tokens of all rows in one dim.
         query_groups: number of query heads of a rank that share its one head of keys and values, by the name of the
             attention module, where neighboring ranks compute the same head.
+        uneven_heads: heads of attention modules whose heads the ranks do not divide; of 1-D parameters of these modules
+            with an element (or several) per head, by their names.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
@@ -189,6 +221,7 @@ class ShardingPlan:
     modules_after_layers: tuple[str, ...] = ()
     flattens_tokens: bool = False
     query_groups: dict[str, int] = field(default_factory=dict)
+    uneven_heads: dict[str, HeadLayout] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.parameters)
@@ -210,11 +243,12 @@ def spec_of(style: Style | None) -> StyleSpec:
     return STYLES[style] if isinstance(style, str) else UNSHARDED_STYLE
 
 
+PACKED_PROJECTIONS = {"query_key_value", "c_attn", "qkv_proj", "Wqkv"}  # q, k and v in one layer
 # Common names of projections whose output is split into heads.
 HEAD_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
     *("Wq", "Wk", "Wv", "project_q", "project_k", "project_v"),
-    *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # q, k and v packed in one layer
+    *PACKED_PROJECTIONS,
 }
 KEY_VALUE_PROJECTIONS = {
     *("k_proj", "v_proj", "wk", "wv", "key", "value", "to_k", "to_v", "Wk", "Wv", "project_k", "project_v"),
@@ -626,7 +660,7 @@ def repeat_key_value_heads(model: nn.Module, plan: ShardingPlan, num_ranks: int)
     """Return `plan`, in which neighboring ranks compute the same head of keys and values if there are fewer than ranks.
 
     Only in attention modules with separate projections of keys and values, of which all code reads the number of query
-    heads per head of keys from `num_key_value_groups`, as in transformers. The others are left to `check_head_counts`.
+    heads per head of keys from `num_key_value_groups`, as in transformers. The others are left to `share_uneven_heads`.
     """
     styles, query_groups = dict(plan.modules), dict(plan.query_groups)
     for name, style in plan.modules.items():
@@ -635,7 +669,7 @@ def repeat_key_value_heads(model: nn.Module, plan: ShardingPlan, num_ranks: int)
         if attention is None or style != "colwise" or not is_key_or_value:
             continue
         parent: Any = model.get_submodule(attention)
-        num_heads, num_kv_heads = _repeatable_heads(model, parent) or (0, 0)
+        num_heads, num_kv_heads = repeatable_heads(model, parent) or (0, 0)
         if any(is_kv_count(key) for key in plan.head_attributes.get(attention, ())):
             continue  # they would be divided by the number of ranks
         if num_kv_heads and num_kv_heads % num_ranks and not num_ranks % num_kv_heads and not num_heads % num_ranks:
@@ -644,7 +678,7 @@ def repeat_key_value_heads(model: nn.Module, plan: ShardingPlan, num_ranks: int)
     return replace(plan, modules=styles, query_groups=query_groups)
 
 
-def _repeatable_heads(model: nn.Module, attention: nn.Module) -> tuple[int, int] | None:
+def repeatable_heads(model: nn.Module, attention: nn.Module) -> tuple[int, int] | None:
     """Return (query heads, heads of keys and values) of an attention module that can repeat the latter; else None."""
     counts = head_counts(attention, getattr(attention, "config", None), getattr(model, "config", None))
     kv_counts = {count for key, count in counts.items() if is_kv_count(key)}
@@ -654,39 +688,6 @@ def _repeatable_heads(model: nn.Module, attention: nn.Module) -> tuple[int, int]
     num_heads, num_kv_heads = query_counts.pop(), kv_counts.pop()
     is_read = getattr(attention, "num_key_value_groups", None) == num_heads / num_kv_heads
     return (num_heads, num_kv_heads) if is_read else None
-
-
-def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
-    """Check that no attention head is split over TP ranks.
-
-    Head counts are read from the attention module, its `config` or the model's `config`; the first one found is used.
-
-    Raises:
-        ValueError: `world_size` does not divide a head count; the message lists the supported sizes.
-    """
-    checked_attentions: set[tuple[str, StyleSpec]] = set()  # q_proj, k_proj and v_proj share their module's counts
-    repeating_attentions = {attention_of(name) for name, style in plan.items() if spec_of(style).repeats_heads}
-    for name, style in plan.items():
-        attention = attention_of(name)
-        spec = spec_of(style)
-        if spec.shard_dim != 0 or spec.gathers_output or attention is None or (attention, spec) in checked_attentions:
-            continue
-        checked_attentions.add((attention, spec))
-        parent = model.get_submodule(attention)
-        counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
-        if spec.shares_keys or attention in repeating_attentions:
-            counts = {key: count for key, count in counts.items() if not is_kv_count(key)}
-        num_blocks = max(1, spec.num_parts // 3)  # blocks of q, k and v, each sharded
-        if any(count % (num_blocks * world_size) for count in counts.values()):
-            sizes = range(1, max(counts.values()) + 1)
-            supported_sizes = {w for w in sizes if all(c % (num_blocks * w) == 0 for c in counts.values())}
-            if not spec.shares_keys and (heads := _repeatable_heads(model, parent)) is not None:
-                supported_sizes |= {w for w in sizes if heads[0] % w == 0 and w % heads[1] == 0}
-            counts_text = " and ".join(f"{key}={count}" for key, count in counts.items())
-            raise ValueError(
-                f"{type(model).__name__} has {counts_text} ({name!r}), which {world_size} tensor parallel ranks cannot "
-                f"share evenly. Use one of these TP sizes: {', '.join(map(str, sorted(supported_sizes)))}."
-            )
 
 
 def is_kv_count(attribute: str) -> bool:
@@ -786,7 +787,7 @@ def _find_sharded_scopes(
     row_layers_of_scope: dict[str, list[str]] = {}  # names of row layers, by the name of each module that contains them
     for name, style in plan.items():
         if spec_of(style).shard_dim == 1:
-            for scope in _enclosing_scopes(name):
+            for scope in enclosing_scopes(name):
                 row_layers_of_scope.setdefault(scope, []).append(name)
     scopes_by_name: dict[str, tuple[list[str], set[int]]] = {}
     for name, style in plan.items():
@@ -794,7 +795,7 @@ def _find_sharded_scopes(
         is_column_layer = spec.module_class is nn.Linear and spec.shard_dim == 0
         if not is_column_layer or (spec.gathers_output and modules[name] is not head):
             continue
-        scopes = _enclosing_scopes(name)
+        scopes = enclosing_scopes(name)
         outermost = (
             scopes[0]
             if spec.gathers_output
@@ -803,7 +804,7 @@ def _find_sharded_scopes(
         row_layers = [] if spec.gathers_output else row_layers_of_scope.get(outermost, [])
         widths = {features_of(modules[name])[0], *(features_of(modules[row_layer])[1] for row_layer in row_layers)}
         for scope in dict.fromkeys(
-            scope for layer in (name, *row_layers) for scope in _enclosing_scopes(layer) if is_within(scope, outermost)
+            scope for layer in (name, *row_layers) for scope in enclosing_scopes(layer) if is_within(scope, outermost)
         ):
             column_layers, full_widths = scopes_by_name.setdefault(scope, ([], set()))
             column_layers.append(name)
@@ -821,7 +822,7 @@ def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | No
     return model.get_submodule(names[0]) if len(names) == 1 else None
 
 
-def _enclosing_scopes(name: str) -> list[str]:
+def enclosing_scopes(name: str) -> list[str]:
     """Return the names of the modules that contain `name`, from its parent to the model itself, ""."""
     components = name.split(".")
     return [".".join(components[:n]) for n in range(len(components) - 1, -1, -1)]

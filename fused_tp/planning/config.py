@@ -187,28 +187,17 @@ class ParallelConfig:
         """
         problems = []
         for attention in shape.attention:
-            for head_kind, num_heads in (
-                ("attention heads", attention.num_heads),
-                ("key/value heads", attention.num_kv_heads),
-            ):
-                # With fewer key/value heads than ranks, neighboring ranks compute the same head.
-                if (
-                    attention.is_sharded
-                    and num_heads % self.tp
-                    and not (head_kind == "key/value heads" and num_heads and self.tp % num_heads == 0)
-                ):
-                    problems.append(
-                        f"tp={self.tp} does not divide the {num_heads} {head_kind}; {_divisors(num_heads)} do"
-                    )
+            if attention.is_sharded and attention.num_heads and self.tp > attention.num_heads:
+                problems.append(f"tp={self.tp} is more than the {attention.num_heads} attention heads")
+                continue
             if attention.num_heads % (attention.num_kv_heads or 1):
                 problems.append(
                     f"the {attention.num_kv_heads} key/value heads do not divide the {attention.num_heads} attention "
                     "heads"
                 )
-            if (
-                attention.num_heads // self.tp % self.ulysses_size
-                or max(1, attention.num_kv_heads // self.tp) % self.ulysses_size
-            ):
+            if (self.ulysses_size > 1 and attention.num_heads % (self.tp * self.ulysses_size)) or max(
+                1, attention.num_kv_heads // self.tp
+            ) % self.ulysses_size:
                 problems.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and not shape.experts:
             problems.append(f"ep={self.ep} needs experts, but the model has none")

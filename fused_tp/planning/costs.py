@@ -25,6 +25,7 @@ from functools import cached_property, partial
 from math import log2
 from operator import mul
 
+from fused_tp.parallelizing.head_layout import HeadLayout
 from fused_tp.pipelining.schedules import SCHEDULES
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.hardware import HardwareConstants, Machine
@@ -405,7 +406,8 @@ class CostModel:
     def _attention_time(self, attention: Attention) -> tuple[StepTime, StepTime]:
         """Return forward and backward time of attention, with the ring of keys and values."""
         cp, tp = self.config.cp, self.config.tp if attention.is_sharded else 1
-        num_local_heads, head_dim = attention.num_heads / tp, attention.head_dim
+        num_local_heads, num_local_kv_heads = attention.local_heads(tp)
+        head_dim = attention.head_dim
         if self.software.attention == "flash":
             flops_per_second = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
             forward_seconds = (
@@ -430,19 +432,19 @@ class CostModel:
                 backward += StepTime(recompute=products_seconds / 2 + softmax_seconds)
         ring_seconds = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
-            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * max(attention.num_kv_heads / tp, 1) * head_dim
+            gathered_bytes = 2 * self.element_bytes * cp * self.tokens * num_local_kv_heads * head_dim
             step_seconds = self._collective_seconds(gathered_bytes, cp, tp) / (cp - 1)
             overlapped_seconds = self._overlapped_seconds(step_seconds, forward.attention / cp)
             ring_seconds = (cp - 1) * (step_seconds - overlapped_seconds + OVERLAP_COST * overlapped_seconds)
         elif cp > 1:
-            sent_bytes = (
-                self.tokens
-                * (2 * attention.num_heads / tp + 2 * max(attention.num_kv_heads / tp, 1))
-                * head_dim
-                * self.element_bytes
-            )
+            sent_bytes = self.tokens * (2 * num_local_heads + 2 * num_local_kv_heads) * head_dim * self.element_bytes
             ring_seconds = self._collective_seconds(sent_bytes, cp, tp)
-        return forward + StepTime(cp=ring_seconds), backward + StepTime(cp=2 * ring_seconds)
+        exchange_bytes = self.tokens * self.element_bytes * _exchanged_features(attention, tp)
+        exchange_seconds = self._collective_seconds(exchange_bytes, tp, 1) if exchange_bytes else 0.0
+        return (
+            forward + StepTime(cp=ring_seconds, tp=exchange_seconds),
+            backward + StepTime(cp=2 * ring_seconds, tp=exchange_seconds),
+        )
 
     @cached_property
     def _logit_features(self) -> float:
@@ -717,9 +719,7 @@ class CostModel:
             2 * (block.saved_features / tp + block.saved_replicated_features) for block in layer.blocks
         )
         if self.software.attention == "unfused":
-            num_local_heads = sum(
-                attention.num_heads / (tp if attention.is_sharded else 1) for attention in layer.attention
-            )
+            num_local_heads = sum(attention.local_heads(tp)[0] for attention in layer.attention)
             saved_features += (4 + self.software.dropout) * num_local_heads * self.seq
         return self.tokens * saved_features * self.element_bytes / 2
 
@@ -737,3 +737,15 @@ class CostModel:
 def _sum_over_layers(kind_times: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
     """Return the sum of times over all layers, from the time of a layer of each kind and the number of such layers."""
     return sum((time * n for time, n in zip(kind_times, counts, strict=True) if n), StepTime())
+
+
+def _exchanged_features(attention: Attention, tp: int) -> int:
+    """Return the number of features per token that ranks with uneven heads gather in q, k, v and the output layer."""
+    if not attention.has_uneven_heads(tp):
+        return 0
+    num_features = 0
+    for kind, num_heads, num_layers in (("query", attention.num_heads, 2), ("kv", attention.num_kv_heads, 2)):
+        layout = HeadLayout(kind, attention.num_heads, attention.num_kv_heads)
+        exchange = layout.output_exchange(num_heads * round(attention.head_dim), tp)
+        num_features += num_layers * exchange.num_gathered_features
+    return num_features

@@ -36,7 +36,6 @@ from fused_tp.parallelizing.shard_plan import (
     ShardingPlan,
     check_experts,
     check_experts_not_distributed,
-    check_head_counts,
     choose_intermediate_styles,
     config_value,
     head_counts,
@@ -46,6 +45,7 @@ from fused_tp.parallelizing.shard_plan import (
     resolve_plan,
     spec_of,
 )
+from fused_tp.parallelizing.uneven_heads import share_uneven_heads
 from fused_tp.parallelizing.whole_blocks import find_blocks
 from fused_tp.pipelining.stages import find_container
 from fused_tp.planning.config import ParallelConfig
@@ -581,8 +581,8 @@ class PlanCheck:
                 check_experts_not_distributed(plan, None)
             if tp > 1:
                 plan = repeat_key_value_heads(model, plan, tp)
+                plan = share_uneven_heads(model, plan, tp)
                 plan = choose_intermediate_styles(model, plan, shards_logits=loss_parallel)
-                check_head_counts(model, plan.modules, tp)
                 check_experts(model, plan)
             check_layers(model, plan, tp)
             check_transformers_model(model, plan.modules, parallelism)

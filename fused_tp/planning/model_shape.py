@@ -13,6 +13,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from fused_tp.core.heads import partition_heads
+
 if TYPE_CHECKING:
     from fused_tp.planning.config import ParallelConfig
 
@@ -54,6 +56,20 @@ class Attention:
     head_dim: float
     window: int | None = None
     is_sharded: bool = True
+
+    def has_uneven_heads(self, tp: int) -> bool:
+        """True if `tp` tensor parallel ranks get different numbers of heads, or share key/value heads differently."""
+        divides_kv_heads = self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0
+        return self.is_sharded and self.num_heads > 0 and not (self.num_heads % tp == 0 and divides_kv_heads)
+
+    def local_heads(self, tp: int) -> tuple[int, int]:
+        """Return the numbers of query and of key/value heads of the tensor parallel rank with the most."""
+        if not (self.is_sharded and self.num_heads):
+            return self.num_heads, self.num_kv_heads
+        if not self.has_uneven_heads(tp):
+            return self.num_heads // tp, max(1, self.num_kv_heads // tp)
+        partition = partition_heads(self.num_heads, self.num_kv_heads, tp)
+        return max(heads.num_heads for heads in partition), max(len(heads.kv_heads) for heads in partition)
 
     def attended_tokens(self, seq: int) -> float:
         """Return the mean number of tokens that a token in a row of `seq` tokens attends to."""

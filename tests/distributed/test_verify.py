@@ -296,8 +296,8 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["tune", "--ranks", "3"]) == 2
-    assert "llama-3-8b cannot run at tp3: tp=3 does not divide the 32 attention heads" in capsys.readouterr().err
+    assert main(["tune", "--ranks", "33"]) == 2
+    assert "llama-3-8b cannot run at tp33: tp=33 is more than the 32 attention heads" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["tune", "--ranks", "3"]) == 2

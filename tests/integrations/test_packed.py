@@ -260,10 +260,8 @@ def test_what_is_not_served(group: dist.ProcessGroup) -> None:
     def refused(says: str, name: str, keywords: dict[str, Any] | None = None, **changes: Any) -> None:
         refuses(ValueError, says, parallelize, made(name, **changes), mesh, **(keywords or {}))
 
-    refused("num_attention_heads=3", "gpt2", hidden_size=48, num_attention_heads=3)
-    refused("num_attention_heads=3", "falcon", hidden_size=48, num_attention_heads=3)
-    refused("num_kv_heads=1", "falcon, grouped", num_kv_heads=1)
-    refused(r"cannot share evenly\. Use one of these TP sizes: 1\.", "codegen", num_attention_heads=4, n_head=4)
+    refused("num_attention_heads=1", "gpt2", hidden_size=16, num_attention_heads=1)
+    refused(r"cannot share evenly, .* Use one of these TP sizes: 1\.", "codegen", num_attention_heads=4, n_head=4)
     refused("reads 'dense.weight' directly", "bloom", pretraining_tp=2, slow_but_exact=True)
     refused("or load it with attn_implementation='eager'", "falcon", {"sequence_parallel": True})
     refuses(ValueError, "has 3 blocks", ColumnParallelLinear.from_linear, nn.Linear(8, 9), mesh=mesh, parts=3)

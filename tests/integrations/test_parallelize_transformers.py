@@ -316,10 +316,10 @@ _PAIR = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj"
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
     (
         "tp",
-        {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
+        {"hidden_size": 24, "num_attention_heads": 1, "num_key_value_heads": 1},
         {},
         ValueError,
-        "these TP sizes: 1, 3",
+        "these TP sizes: 1",
     ),
     ("tp", {"unpadded_vocab_size": 60}, {"loss_parallel": True}, ValueError, "config.unpadded_vocab_size"),
     ("tp", {}, {"plan": {"lm_head": "grouped_gemm"}}, ValueError, "'lm_head'.*'grouped_gemm'"),

@@ -151,7 +151,7 @@ def test_what_a_model_allows() -> None:
     ParallelConfig(tp=8).check(one)  # all ranks compute a single key/value head
     ParallelConfig(tp=8).check(SHAPE)  # two neighboring ranks compute each of four
     for config, how, says in (
-        (ParallelConfig(tp=3), {}, "tp=3 does not divide the 4 key/value heads; 1, 2 and 4 do"),
+        (ParallelConfig(tp=64), {}, "tp=64 is more than the 8 attention heads"),
         (ParallelConfig(ep=4), {}, "ep=4 does not divide the 6 experts; 1, 2, 3 and 6 do"),
         (ParallelConfig(pp=16, microbatches=16), {}, "16 stages, got 8 layers"),
         (ParallelConfig(dp_shard=3, microbatches=2), {"global_batch": 8}, "cannot be split into 2 microbatches"),

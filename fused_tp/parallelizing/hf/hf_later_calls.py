@@ -27,12 +27,15 @@ def adapt_later_calls(model: nn.Module) -> None:
             instance.resize_token_embeddings = partial(_resize_token_embeddings, module)
 
 
-def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh) -> None:
+def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh, *, has_uneven_heads: bool) -> None:
     """Let `generate_batch()` and `init_continuous_batching()` of `model` run over `tp_mesh`, whose rank 0 schedules.
 
     transformers finds the ranks by the private names below, which its own tensor parallelism sets as well.
     """
     if tp_mesh.size() == 1:
+        return
+    if has_uneven_heads:
+        model.init_continuous_batching = partial(_refuse_uneven_heads, tp_mesh.size())
         return
     ranks = dist.get_process_group_ranks(tp_mesh.get_group())
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
@@ -49,6 +52,13 @@ def enable_continuous_batching(model: Any, tp_mesh: DeviceMesh) -> None:
         if not name.endswith(tuple(names))
     }
     model._tp_plan = {**other_layers, **(dict.fromkeys(names, "colwise") if shards_key_value_heads(model) else {})}
+
+
+def _refuse_uneven_heads(num_ranks: int, *args: Any, **keywords: Any) -> None:
+    raise ValueError(
+        f"continuous batching needs a paged cache with equally many heads on all ranks, but the {num_ranks} tensor "
+        "parallel ranks do not divide the heads. Use a tensor parallel size that divides them, or generate()."
+    )
 
 
 def _refuse_continuous_batching(ranks: list[int], *args: Any, **keywords: Any) -> None:

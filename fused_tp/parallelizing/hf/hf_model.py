@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_tp.attention.spec import read_bounds
@@ -306,7 +307,7 @@ class TransformersSequenceSharding(SequenceSharding):
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() computes the size of a static KV cache from it
             adapt_later_calls(model)
-            enable_continuous_batching(model, parallelism.tp_mesh)
+            enable_continuous_batching(model, parallelism.tp_mesh, has_uneven_heads=bool(self.uneven_heads))
         save_full_model_in_save_pretrained(model)
         if parallelism.shards_sequence:
             _copy_config(model)
@@ -349,13 +350,20 @@ class TransformersSequenceSharding(SequenceSharding):
         num_heads = getattr(config.get_text_config(decoder=True), "num_attention_heads", None)
         if weights is None or not isinstance(num_heads, int):
             return
-        mesh = self.parallelism.tp_mesh
         output["attentions"] = tuple(
-            gather(t, 1, group=mesh, gather_size=num_heads)
-            if isinstance(t, Tensor) and t.ndim == 4 and t.shape[1] < num_heads
-            else t
+            self._gather_heads(t, num_heads) if isinstance(t, Tensor) and t.ndim == 4 and t.shape[1] < num_heads else t
             for t in weights
         )
+
+    def _gather_heads(self, weights: Tensor, num_heads: int) -> Tensor:
+        mesh: Any = self.parallelism.tp_mesh
+        layout = next((layout for layout in self.uneven_heads.values() if layout.num_heads == num_heads), None)
+        if layout is None:
+            return gather(weights, 1, group=mesh, gather_size=num_heads)
+        counts = [heads.num_heads for heads in layout.partition(mesh.size())]
+        padded = F.pad(weights, (0, 0, 0, 0, 0, max(counts) - weights.shape[1]))
+        shards = gather(padded, 1, group=mesh).split(max(counts), 1)
+        return torch.cat([shard.narrow(1, 0, count) for shard, count in zip(shards, counts, strict=True)], 1)
 
     def _gather_router_logits(self, is_full_sequence: bool, base: nn.Module, args: Any, output: Any) -> None:
         """Replace the router logits in the output of `base`, if present, with the logits of all tokens, in order.
