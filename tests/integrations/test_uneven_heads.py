@@ -76,8 +76,8 @@ def test_training_and_generation(group: dist.ProcessGroup, layout: str, family: 
 @pytest.mark.parametrize("size", [5, 6, 7])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 def test_more_ranks(size: int, family: str) -> None:
-    # A multiple of 7, because gate and up features of gpt_oss alternate.
-    changes = {"num_attention_heads": 8, **({"intermediate_size": 42} if family == "gpt_oss" else {})}
+    # Gate and up features of gpt_oss alternate: shards of 84 features hold complete pairs for each of these sizes.
+    changes = {"num_attention_heads": 8, **({"intermediate_size": 84} if family == "gpt_oss" else {})}
     for outcome in fresh_ranks(size, compare, family, KEYWORDS["tp_sp_lossparallel"], changes, timeout=300):
         outcome.unwrap()
 
