@@ -84,7 +84,9 @@ STYLES = {
     "rowwise_rep": "the same, by its older name",
     "embedding_rowwise": "an embedding sharded along the vocabulary",
     "head_bias": "an embedding with one column per head, of whose output a rank gets its heads",
-    "local_params": "whole on every rank, but for its own parameters that the plan names (`colwise`: attention sinks)",
+    "grouped_colwise": "a linear layer for each group of heads (DeepSeek V4), of which a rank has its own groups' rows",
+    "local_params": "whole on every rank, but for its own parameters that the plan names (`colwise`: attention sinks; "
+    "`depthwise`, `packed_depthwise_3`: the channels of a convolution)",
     "mla_kv_a_proj": "whole on every rank; the part of its output that all heads share gets the sum of their gradients",
     "moe_identity_expert": "an expert that returns what it is given; one rank adds it",
     "ep_dispatch_experts": "experts, whole ones distributed over the ranks of `ep_dim`",
@@ -97,6 +99,7 @@ STYLES = {
     "packed_rowwise_4": "sharded along the inputs, of which four parts lie one after the other, each of them",
     "replicate": "whole on every rank",
     "sequence_parallel": "whole on every rank, on this rank's tokens",
+    "shared_output": "whole on every rank; its output, which all heads share, gets the sum of their gradients",
     "replicated_with_grad_allreduce": "whole on every rank, on this rank's heads or features",
 }
 FEATURES = {

@@ -118,6 +118,7 @@ def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
     @wraps(module_class.forward)  # keeps the signature, which transformers reads
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         local_parameters: dict[str, Tensor] = {}
+        packed_dims: dict[str, int] = {}
         for sums_gradients, names in self._grad_sums:
             is_summed = bool(names) and sums_gradients()
             for name in names:
@@ -136,19 +137,18 @@ def _replicated_class(module_class: type[nn.Module]) -> type[nn.Module]:
                     placement = plain_shardings[attribute].placement
                 else:
                     continue
+                packed_dim = getattr(owner_module, "_packed_parameter_dims", {}).get(attribute)
                 if is_summed and placement.is_replicate():
                     local_parameters[name] = with_reduced_grad(parameter, self._grad_mesh)
-                elif isinstance(parameter, DTensor) or name in (
-                    *self._packed_parameter_dims,
-                    *self._parameter_exchanges,
-                ):
+                elif isinstance(parameter, DTensor) or packed_dim is not None or name in self._parameter_exchanges:
                     local_parameters[name] = local_shard(parameter)
+                if packed_dim is not None:
+                    packed_dims[name] = packed_dim
         for name, exchange in self._parameter_exchanges.items():
             if name in local_parameters:
                 local_parameters[name] = exchange(local_parameters[name], self._grad_mesh)
-        for name, dim in self._packed_parameter_dims.items():
-            if name in local_parameters:
-                local_parameters[name] = local_parameters[name].flatten(dim, dim + 1)
+        for name, dim in packed_dims.items():
+            local_parameters[name] = local_parameters[name].flatten(dim, dim + 1)
         # `local_parameters` is empty in a nested call, which finds local tensors, so gradients are not summed twice. It
         # is also empty if a caller has replaced the parameters by plain tensors: their gradients are this rank's terms.
         if not local_parameters:

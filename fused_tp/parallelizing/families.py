@@ -158,11 +158,19 @@ def _gpt_bigcode(config: Any) -> Family:
     )
 
 
+# One embedding for each layer (Gemma), more elements than the layers have.
+_LAYER_EMBEDDINGS = {
+    "embed_tokens_per_layer": "embedding_rowwise",
+    "per_layer_model_projection": "colwise_gather_output",
+}
+
+
 def _gemma4(config: Any) -> Family:
     if not config.get_text_config().hidden_size_per_layer_input:
         return Family(unread_parameters=("language_model.embed_tokens.weight",))
     # The model reads a row of the embedding's weight, which is tied to the output layer, so neither can be sharded.
-    return Family({"language_model.embed_tokens": None}, shards_head=False)
+    layer_embeddings = {f"language_model.{name}": style for name, style in _LAYER_EMBEDDINGS.items()}
+    return Family({"language_model.embed_tokens": None, **layer_embeddings}, shards_head=False)
 
 
 def _mllama(prefix: str) -> Family:
@@ -208,6 +216,7 @@ def _gemma3n(config: Any) -> Family:
     sparse_mlps = [f"layers.{n}.mlp" for n, share in enumerate(config.activation_sparsity_pattern) if share > 0]
     return Family(
         {name: style for mlp in sparse_mlps for name, style in _gathered_styles(mlp, *_GATED_MLP_NAMES).items()}
+        | _LAYER_EMBEDDINGS
     )
 
 
@@ -230,6 +239,63 @@ def _zamba2(config: Any) -> Family:
     )
 
 
+# Latent attention (DeepSeek V2 and later). The projections to the latents, which all heads read, stay whole.
+_LATENT_ATTENTION = _styles("layers.*.self_attn", "colwise", "q_proj", "q_b_proj", "kv_b_proj") | {
+    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_HEAD_NORMS = _styles("layers.*.self_attn", "replicated_with_grad_allreduce", "q_norm", "k_norm")
+
+
+def _gated_mlp(parent: str) -> dict[str, str | None]:
+    return _styles(parent, "colwise", "gate_proj", "up_proj") | _styles(parent, "rowwise", "down_proj")
+
+
+def _delta_attention(gate: str) -> dict[str, str | None]:
+    """Plan for Kimi delta attention by heads; `gate` is the projection to the decays of all channels."""
+    attention = "layers.*.self_attn"
+    return {
+        **_attention_styles(attention),
+        **_styles(attention, "colwise", "b_proj", f"forget_gate.{gate}"),
+        **_styles(attention, "local_params", "conv1d", "forget_gate"),
+        **_styles(attention, "colwise", "forget_gate.A_log", "forget_gate.dt_bias"),
+        f"{attention}.conv1d.weight": "packed_depthwise_3",
+        f"{attention}.o_norm": "replicated_with_grad_allreduce",
+    }
+
+
+# Layers of latent attention and of delta attention have the same name.
+_DELTA_HEADS = {"layers.*.self_attn": ("num_heads", "qkv_dim"), "layers.*.self_attn.forget_gate": ("num_heads",)}
+# Short convolutions, each of whose channels depends on one channel of each of three blocks of in_proj's.
+_SHORT_CONVOLUTION = {
+    "layers.*.conv.in_proj": "packed_colwise_3",
+    "layers.*.conv.conv": "local_params",
+    "layers.*.conv.conv.weight": "depthwise",
+    "layers.*.conv.conv.bias": "colwise",
+    "layers.*.conv.out_proj": "rowwise",
+}
+_LFM_MLP = _styles("layers.*.feed_forward", "colwise", "w1", "w3") | _styles("layers.*.feed_forward", "rowwise", "w2")
+_LFM2 = Family(
+    _SHORT_CONVOLUTION
+    | _attention_styles("layers.*.self_attn", "out_proj")
+    | _styles("layers.*.self_attn", "replicated_with_grad_allreduce", "q_layernorm", "k_layernorm")
+    | _LFM_MLP
+)
+# Of mixers, only in_proj is sharded, two thirds of their parameters: a fused kernel reads the weights of the other
+# layers directly.
+_HYBRID_MAMBA = Family(
+    _attention_styles("layers.*.self_attn")
+    | _gated_mlp("layers.*.feed_forward")
+    | {"layers.*.mamba.in_proj": "colwise_gather_output"}
+)
+_GRANITE_MOE = Family(
+    _attention_styles("layers.*.self_attn")
+    | _styles("layers.*.shared_mlp", "packed_colwise", "input_linear")
+    | _styles("layers.*.shared_mlp", "rowwise", "output_linear")
+    | {"layers.*.mamba.in_proj": "colwise_gather_output"}
+)
+_SHARED_EXPERTS = Family(_gated_mlp("layers.*.mlp.shared_experts"))
+
 # Shards in_proj, two thirds of a mixer's parameters. Convolution and scan run unsharded on every rank, because a fused
 # kernel for the mixer reads the weights of its other layers directly.
 _MAMBA_FAMILY = Family(
@@ -240,6 +306,19 @@ _MAMBA_FAMILY = Family(
 _STREAM_STYLES = _styles("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}
 
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
+    "afmoe": Family(
+        _LLAMA
+        | _HEAD_NORMS
+        | _styles("layers.*.self_attn", "colwise", "gate_proj")
+        | _gated_mlp("layers.*.mlp.shared_experts")
+    ),
+    # Without a style of its own, the norm's width does not show that its input is whole.
+    "axk2": Family({"layers.*.self_attn.q_a_layernorm": "replicate"}),
+    "bailing_hybrid": Family(
+        _delta_attention("f_proj") | _LATENT_ATTENTION | _styles("layers.*.self_attn", "colwise", "g_proj"),
+        _DELTA_HEADS,
+    ),
+    **dict.fromkeys(("bamba", "falcon_h1"), _HYBRID_MAMBA),
     "biogpt": Family(_FAIRSEQ_LAYERS, shards_head=True, uses_configured_attention=True),
     "bitnet": Family(
         _gathered_styles("layers.*.self_attn", "o_proj", "q_proj", "k_proj", "v_proj")
@@ -277,22 +356,47 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         full_arguments={"h.0": ("x",)},
         shards_head=True,
     ),
-    "deepseek_v4": Family(_STREAM_STYLES, needs_tokens=True),
-    # Attention pairs each head of the first half with one of the second half; sharding would separate them.
-    "diffllama": Family(_GATED_MLP, can_shard_cache=False),
+    **dict.fromkeys(("axk1", "deepseek_v3", "youtu"), Family(_LATENT_ATTENTION)),
+    "deepseek_v4": Family(
+        {
+            **_STREAM_STYLES,
+            **_gated_mlp("layers.*.mlp.shared_experts"),
+            # One head of keys, which are the values too. Compressed keys are joined to it.
+            **_styles("layers.*.self_attn", "shared_output", "kv_norm", "compressor"),
+            "layers.*.self_attn": "local_params",
+            **_styles("layers.*.self_attn", "colwise", "q_b_proj", "sinks"),
+            "layers.*.self_attn.o_a_proj": "grouped_colwise",
+            "layers.*.self_attn.o_a_proj.weight": "colwise",
+            "layers.*.self_attn.o_b_proj": "rowwise",
+        },
+        {"layers.*.self_attn": ("num_heads", "num_key_value_groups")},
+        needs_tokens=True,
+    ),
+    # Attention pairs each head of the first half with one of the second half; sharding by heads would separate them.
+    "diffllama": Family(
+        _gathered_styles("layers.*.self_attn", "o_proj", "q_proj", "k_proj", "v_proj") | _GATED_MLP,
+        can_shard_cache=False,
+    ),
     # Attention computes a mask for each head from the values of all heads, and the router reads tokens in pairs.
     "doge": Family(
-        _styles("layers.*.self_attn", None, "q_proj", "k_proj", "v_proj", "dt_proj", "o_proj")
+        _gathered_styles("layers.*.self_attn", "o_proj", "q_proj", "k_proj", "v_proj")
+        | _styles("layers.*.self_attn", None, "dt_proj")
         | _styles("layers.*.mlp", None, "router_gate", "down_embed", "up_embed")
         | {"layers.*": "replicate"}
     ),
+    **dict.fromkeys(("exaone_moe", "glm4_moe_lite", "solar_open"), _SHARED_EXPERTS),
     "emu3_text_model": Family(_LLAMA),
     "falcon": _falcon,
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), _MAMBA_FAMILY),
+    "flint": Family(
+        _attention_styles("layers.*.self_attn")
+        | _HEAD_NORMS
+        | {"layers.*.self_attn": "local_params", "layers.*.self_attn.sinks": "colwise"}
+    ),
     "gemma3n_text": _gemma3n,
     "gemma4": _gemma4,
     "gemma4_text": Family(
-        _styles("layers.*", "replicate", "router", "router.proj"),
+        _styles("layers.*", "replicate", "router", "router.proj") | _LAYER_EMBEDDINGS,
         modules_before_layers=(
             "embed_tokens",
             "embed_tokens_per_layer",
@@ -342,6 +446,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         supports_eager_sequences=True,
         attention=CustomAttention("GPTJAttention", custom_attention.attend_by_head, "_attn", "attn_dropout"),
     ),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE_MOE),
     "hunyuan_v1_dense": Family(
         _LLAMA | _styles("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
     ),
@@ -350,6 +455,8 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {
             # transformers' plan puts gate and up features of the same index on different ranks.
             "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+            # Convolutions with weights that depend on the token, and clips by head, read all heads.
+            **_gathered_styles("layers.*.self_attn", "o_proj", "q_proj", "k_proj", "v_proj", "r_proj", "gate_proj"),
             **_styles("layers.*", "replicate", "attention_input", "mlp_input"),
             "final_input": "replicate",
         },
@@ -362,12 +469,43 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             "layers.*.mlp.shared_experts": "moe_tp_experts",  # every token is routed to all of them
             **_styles("layers.*", "replicate", "mlp"),  # a dense MLP has a scale, applied after the sum over ranks
             "embed_tokens": "replicate",  # contains a norm
+            **_attention_styles("layers.*.self_attn"),
+            **_HEAD_NORMS,
+            **_styles("layers.*.self_attn", "colwise", "r_proj"),
+            **_styles("layers.*.self_attn", "replicated_with_grad_allreduce", "rel_logits_proj"),
+            **_styles("layers.*.self_attn", "local_params", "k_sconv.conv1d", "v_sconv.conv1d"),
+            **_styles("layers.*.self_attn", "depthwise", "k_sconv.conv1d.weight", "v_sconv.conv1d.weight"),
         },
+        {"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
         shards_head=True,
     ),
     "hrm_text": Family({"": "replicate"}, can_shard_cache=False),
+    "jamba": Family(
+        _attention_styles("layers.*.self_attn")
+        | _gated_mlp("layers.*.feed_forward")
+        | _gathered_styles("layers.*.mamba", "out_proj", "in_proj")
+    ),
     "jetmoe": Family(can_shard_cache=False),
+    "kimi_linear": Family(
+        _delta_attention("f_b_proj") | _LATENT_ATTENTION | _styles("layers.*.self_attn", "colwise", "g_b_proj"),
+        _DELTA_HEADS,
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    "lfm3": Family(
+        _SHORT_CONVOLUTION
+        | _attention_styles("layers.*.self_attn")
+        | _HEAD_NORMS
+        | _styles("layers.*.self_attn", "colwise", "g_proj")
+        | _LFM_MLP
+    ),
     **dict.fromkeys(("llama4", "llama4_text"), Family(takes_expert_rows=True)),
+    # The norm of linear attention is over the features of all heads.
+    "minimax": Family(_gathered_styles("layers.*.self_attn", "out_proj", "qkv_proj", "output_gate")),
+    "minimax_m3_vl_text": Family(
+        _styles("layers.*.mlp.shared_experts", "packed_colwise", "gate_up_proj")
+        | _styles("layers.*.mlp", "packed_colwise", "gate_up_proj")
+        | _styles("layers.*.mlp", "rowwise", "down_proj", "shared_experts.down_proj")
+    ),
     "mllama": _mllama("language_model"),
     "mllama_text_model": _mllama("model"),
     "modernbert-decoder": Family(
@@ -396,7 +534,17 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         supports_eager_sequences=True,
         attention=CustomAttention("MptAttention", custom_attention.attend_mpt, dropout_attribute="attn_dropout_p"),
     ),
-    "nemotron_h": Family(shards_head=True),
+    "nemotron_h": Family(
+        _attention_styles("layers.*.mixer")
+        | _pair_styles("layers.*.mixer", "up_proj", "down_proj")
+        | _pair_styles("layers.*.mixer.shared_experts", "up_proj", "down_proj")
+        | {"layers.*.mixer.in_proj": "colwise_gather_output"},
+        shards_head=True,
+    ),
+    "olmo_hybrid": Family(
+        # The convolution's blocks of queries, keys and values differ in size, so its channels cannot be sharded alike.
+        _gathered_styles("layers.*.linear_attn", "o_proj", "q_proj", "k_proj", "v_proj", "g_proj")
+    ),
     "openai-gpt": _openai_gpt,
     "opt": Family(
         {f"decoder.{name}": style for name, style in _FAIRSEQ_LAYERS.items()},
@@ -419,6 +567,8 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         modules_before_layers=("embed_tokens", "embed_tokens_extend"),
         full_arguments={"layers.0": ("hidden_states",)},
     ),
+    "phimoe": Family(_attention_styles("layers.*.self_attn")),
+    "qwen2_moe": Family(_gated_mlp("layers.*.mlp.shared_expert")),
     "recurrent_gemma": _recurrent_gemma,
     "rwkv": Family(
         _gathered_styles("blocks.*.attention", "output", "key", "value", "receptance")
@@ -507,16 +657,27 @@ FAMILIES |= {
     **dict.fromkeys(
         (
             *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie"),
-            *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+            *("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
         ),
         Family(_BERT),
+    ),
+    **dict.fromkeys(
+        ("megatron-bert", "rembert", "roformer"),
+        Family(
+            _BERT,
+            dict.fromkeys(
+                ("encoder.layer.*.attention.self", "encoder.layer.*.crossattention.self"),
+                ("num_attention_heads", "all_head_size"),
+            ),
+        ),
     ),
     **dict.fromkeys(("deit", "ijepa", "vit", "vit_msn"), Family(_VIT)),
     **dict.fromkeys(("dinov2", "dinov2_with_registers"), Family(_DINO)),
     **dict.fromkeys(("clip_text_model", "clip_vision_model", "siglip_vision_model"), Family(_CLIP)),
     **dict.fromkeys(("data2vec-audio", "hubert", "unispeech", "unispeech-sat", "wav2vec2"), Family(_WAV2VEC2)),
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"), _BART),
-    **dict.fromkeys(("plbart", "speech_to_text"), _BART),
+    **dict.fromkeys(("bigbird_pegasus", "plbart", "speech_to_text"), _BART),
+    "mvp": Family(_BART_LAYERS, dict.fromkeys(_BART_ATTENTIONS, ("num_heads", "embed_dim"))),
     "whisper": replace(_BART, shards_head=True),
     "distilbert": Family(
         _styles("transformer.layer.*.attention", "colwise", "q_lin", "k_lin", "v_lin")

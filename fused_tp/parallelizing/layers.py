@@ -115,6 +115,8 @@ def check_layers(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> None:
             if key in specs:
                 _check_parameter_width(_path(name, key), module, parameter, specs[key], num_ranks)
         _check_packed_widths(name, module, spec_of(style), num_ranks)
+        if spec_of(style).shards_groups:
+            _check_groups(name, module, num_ranks)
         if num_ranks > 1:
             _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
@@ -166,6 +168,22 @@ def _check_packed_widths(name: str, module: Any, spec: StyleSpec, num_ranks: int
                 f"{name!r} has {num_inputs} input and {num_outputs} output features. 'multi_query_colwise' needs an "
                 "nn.Linear whose outputs are as many query features as inputs, then one head of keys and of values."
             )
+
+
+def _check_groups(name: str, module: Any, num_ranks: int) -> None:
+    """Raise ValueError if `module` is no linear layer of groups of heads that `num_ranks` ranks can share."""
+    num_groups = getattr(module, "n_groups", None)
+    if not isinstance(num_groups, int):
+        raise ValueError(
+            f"{name!r} ({type(module).__name__}) has no n_groups. 'grouped_colwise' needs a layer of groups of "
+            "heads, as in DeepSeek V4; use 'colwise'."
+        )
+    if num_groups % num_ranks:
+        supported_sizes = [size for size in range(1, num_groups + 1) if num_groups % size == 0]
+        raise ValueError(
+            f"{name!r} ({type(module).__name__}) has {num_groups} groups of heads, which {num_ranks} tensor parallel "
+            f"ranks cannot share evenly. Use one of these TP sizes: {', '.join(map(str, supported_sizes))}."
+        )
 
 
 def _path(module: str, name: str) -> str:
@@ -341,6 +359,11 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     spec, mesh, sequence = STYLES[style], sharding.mesh, sharding.sequence
     if spec.shares_rotary:
         module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
+    if spec.shares_output:
+        module.register_forward_hook(partial(_sum_output_gradient, mesh))
+    if spec.shards_groups:
+        module.n_groups //= mesh.size()
+        module.register_forward_pre_hook(_group_features)
     if spec.narrows_output:
         num_heads = module.embedding_dim
         local_heads = _local_heads(num_heads, HeadLayout("query", num_heads, num_heads), mesh)
@@ -404,6 +427,18 @@ def _scale_output(embedding: Any, args: Any, output: Tensor) -> Tensor:
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
     return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
+
+
+def _sum_output_gradient(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    def share(value: Any) -> Any:
+        return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.requires_grad else value
+
+    return share(output) if isinstance(output, Tensor) else tuple(map(share, output))
+
+
+def _group_features(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Split the features of this rank's heads into its groups; the caller splits them into the groups of all ranks."""
+    return (args[0].flatten(-2).unflatten(-1, (layer.n_groups, -1)), *args[1:])
 
 
 def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:

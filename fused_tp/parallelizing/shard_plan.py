@@ -50,6 +50,10 @@ class StyleSpec:
             compute.
         shares_rotary: all heads read the last qk_rope_head_dim output features directly, not through the layer that is
             sharded by heads. Each rank's gradient of these features covers its own heads, so it is summed over ranks.
+        shares_output: all heads read the output directly, not through a layer that is sharded by heads. Each rank's
+            gradient of it covers its own heads, so it is summed over ranks.
+        shards_groups: a linear layer per group of heads (`n_groups`), of which each rank computes its own. Used with
+            entries for its parameters.
         narrows_output: the last dim of the module's output has one entry per head, of which each rank gets its own.
         repeats_heads: neighboring ranks compute the same head, because there are fewer heads than ranks.
         heads: the layer's features belong to attention heads, whose number the ranks do not divide. The parameters are
@@ -67,6 +71,8 @@ class StyleSpec:
     adds_once: bool = False
     shares_keys: bool = False
     shares_rotary: bool = False
+    shares_output: bool = False
+    shards_groups: bool = False
     repeats_heads: bool = False
     narrows_output: bool = False
     heads: HeadLayout | None = None
@@ -134,6 +140,7 @@ STYLES = _Styles(
         "colwise_rep": _GATHERED_COLUMNS,
         "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
         "ep_dispatch_experts": StyleSpec(sums_output=True),  # unsharded experts, distributed over the ranks of `ep_dim`
+        "grouped_colwise": StyleSpec(shards_groups=True),
         "head_bias": StyleSpec(nn.Embedding, sums_gradient=True, narrows_output=True),
         "local_params": UNSHARDED_STYLE,  # used with entries for the module's own parameters
         "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
@@ -150,13 +157,14 @@ STYLES = _Styles(
         "rowwise_rep": _SPLIT_ROWS,
         "rowwise_split_input": _SPLIT_ROWS,
         "sequence_parallel": UNSHARDED_STYLE,
+        "shared_output": StyleSpec(shares_output=True),
     }
 )
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Effect of a style on a 1-D parameter, or on a parameter of experts [experts, out, in].
+    """Effect of a style on a 1-D parameter, or on a parameter of experts [experts, out, in] or of a convolution.
 
     Attributes:
         dim: sharded dim, counted from the end.
@@ -177,8 +185,12 @@ PARAMETER_STYLES = {
     "packed_colwise": ParameterSpec(-2, num_parts=2),
     "packed_rowwise": ParameterSpec(-1, num_parts=2),
     "grouped_gemm": ParameterSpec(-3),  # sharded along the dim of experts: each rank holds some experts
+    "depthwise": ParameterSpec(-3),  # of a depthwise convolution [channels, 1, width]: each rank holds some channels
+    "packed_depthwise_3": ParameterSpec(-3, num_parts=3),
 }
 EXPERT_STYLES = ("moe_tp_experts", "ep_dispatch_experts")
+# Styles of modules whose parameters of any shape may have entries.
+PARAMETER_OWNER_STYLES = {*EXPERT_STYLES, "local_params", "grouped_colwise"}
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,8 @@ HEAD_PROJECTIONS = {
 KEY_VALUE_PROJECTIONS = {
     *("k_proj", "v_proj", "wk", "wv", "key", "value", "to_k", "to_v", "Wk", "Wv", "project_k", "project_v"),
 }
+# Names of projections from a latent vector to heads, each from its own latent; all heads share one head of latents.
+LATENT_HEAD_PROJECTIONS = {"q_b_proj", "q_gate_proj", "kv_b_proj"}
 # Common names of norms of the outputs of HEAD_PROJECTIONS; they see this rank's heads only.
 HEAD_NORMS = {
     *("q_norm", "k_norm", "query_norm", "key_norm"),
@@ -375,8 +389,9 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     if unsupported_styles:
         raise ValueError(
             f"Unsupported styles in the plan: {unsupported_styles}. Supported for modules: "
-            f"{', '.join(sorted(STYLES))}; for 1-D parameters: 'colwise'; for parameters of 'moe_tp_experts' modules: "
-            f"{', '.join(sorted(PARAMETER_STYLES))}. Remove these entries to replicate their modules on every rank"
+            f"{', '.join(sorted(STYLES))}; for 1-D parameters: 'colwise'; for parameters of modules with the styles "
+            f"{', '.join(sorted(PARAMETER_OWNER_STYLES))}: {', '.join(sorted(PARAMETER_STYLES))}. Remove these "
+            "entries to replicate their modules on every rank"
             + (
                 ": plan={name: style for name, style in model.tp_plan.items() if name not in "
                 f"{sorted(unsupported_styles)}}}."
@@ -389,7 +404,8 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
     column_layers = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in column_layers)
     for pattern, attributes in family.head_attributes.items():
-        resolved_plan.head_attributes.update(dict.fromkeys(_find_matches(parents, prefix + pattern), attributes))
+        for name in _find_matches(parents, prefix + pattern):  # layers of several kinds may have the same name
+            resolved_plan.head_attributes[name] = tuple(key for key in attributes if hasattr(modules[name], key))
     for pattern, arguments in family.per_head_arguments.items():
         resolved_plan.per_head_arguments.update(dict.fromkeys(_find_matches(parents, prefix + pattern), arguments))
     resolved_plan.position_modules.update(
@@ -517,7 +533,7 @@ def _owner_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
 def _is_supported(style: Style, parameter: Tensor, owner_styles: set[Style]) -> bool:
     if parameter.ndim == 1:
         return style == "colwise"
-    return style in PARAMETER_STYLES and not owner_styles.isdisjoint(EXPERT_STYLES)
+    return style in PARAMETER_STYLES and not owner_styles.isdisjoint(PARAMETER_OWNER_STYLES)
 
 
 def check_experts(model: nn.Module, plan: ShardingPlan) -> None:

@@ -16,6 +16,7 @@ from fused_tp.nn.linear import features_of
 from fused_tp.parallelizing.head_layout import NUM_GROUPS, HeadLayout, counts_kv_heads
 from fused_tp.parallelizing.shard_plan import (
     KEY_VALUE_PROJECTIONS,
+    LATENT_HEAD_PROJECTIONS,
     PACKED_PROJECTIONS,
     ShardingPlan,
     Style,
@@ -30,10 +31,9 @@ from fused_tp.parallelizing.shard_plan import (
 )
 
 # Layers with all heads of queries, or of keys and values, that are not among HEAD_PROJECTIONS.
-_LATENT_PROJECTIONS = {"q_b_proj", "kv_b_proj"}
 _OTHER_QUERY_PROJECTIONS = {"q", "q_lin"}
 _OTHER_KEY_VALUE_PROJECTIONS = {"k", "v", "k_lin", "v_lin"}
-_OTHER_PROJECTIONS = _LATENT_PROJECTIONS | _OTHER_QUERY_PROJECTIONS | _OTHER_KEY_VALUE_PROJECTIONS
+_OTHER_PROJECTIONS = LATENT_HEAD_PROJECTIONS | _OTHER_QUERY_PROJECTIONS | _OTHER_KEY_VALUE_PROJECTIONS
 
 
 class _UnevenHeadsError(Exception):
@@ -51,7 +51,8 @@ def share_uneven_heads(model: nn.Module, plan: ShardingPlan, num_ranks: int) -> 
         module = model.get_submodule(attention)
         counts = head_counts(module, getattr(module, "config", None), getattr(model, "config", None))
         specs = [spec_of(plan.modules[name]) for name in layer_names]
-        if any(spec.shares_keys or spec.repeats_heads for spec in specs):
+        is_latent = any(name.rpartition(".")[2] in LATENT_HEAD_PROJECTIONS for name in layer_names)
+        if is_latent or any(spec.shares_keys or spec.repeats_heads for spec in specs):
             counts = {key: count for key, count in counts.items() if not is_kv_count(key)}
         num_blocks = max(1, *(spec.num_parts // 3 for spec in specs))  # blocks of q, k and v, each sharded
         if all(count % (num_blocks * num_ranks) == 0 for count in counts.values()):
@@ -167,7 +168,7 @@ def _column_kinds(
         if not is_within(name, attention) or (isinstance(style, str) and (spec.shard_dim != 0 or spec.gathers_output)):
             continue
         leaf = name.removesuffix(".linear").rpartition(".")[2]
-        is_query = leaf in _LATENT_PROJECTIONS | _OTHER_QUERY_PROJECTIONS or attention_of(name) is not None
+        is_query = leaf in LATENT_HEAD_PROJECTIONS | _OTHER_QUERY_PROJECTIONS or attention_of(name) is not None
         if style == "multi_query_colwise":
             yield name, "multi_query"
             continue

@@ -72,7 +72,8 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: 
             or isinstance(module, nn.Embedding)
             or (isinstance(module, nn.modules.conv._ConvNd) and not mixes_tokens(module))
         )
-        if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (is_known or not has_parameters):
+        needs_sequence = spec.splits_input or spec.shares_rotary or spec.shares_output or spec.sums_output
+        if not needs_sequence and (is_known or not has_parameters):
             continue
         block = _find_block(name, modules)
         if block is None and style is not None:
