@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -23,6 +24,7 @@ from fused_tp.core.settings import SETTINGS
 from fused_tp.parallelizing import shard_plan as plan
 from fused_tp.planning import published
 from fused_tp.planning.hardware import MACHINES
+from fused_tp.planning.model_count import count_sharded_share
 from tests.integrations.model_families import FAMILIES, OWN_SIZES
 
 # Public names of ops, and their names in the registry.
@@ -133,6 +135,23 @@ REASONS = {
     "does not compute its loss by self.loss_function": "a custom loss",
 }
 
+# What stays whole in types of which tensor parallelism shards less than 90 % of a block's elements, and why.
+_MIXER_REASON = "out_proj of the mixers, and the scan between them: a fused kernel reads the weights directly"
+WHOLE_PARTS = {
+    "bamba": _MIXER_REASON,
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "zamba2"), _MIXER_REASON),
+}
+# What stays whole in the types whose published sizes are in published_configs.json.
+_LATENT_REASON = "projections to the latents, which all heads read; routers"
+_INDEXER_REASON = "indexers: a sum over ranks of their scores, one per pair of tokens, costs as much as computing them"
+PUBLISHED_WHOLE_PARTS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT_REASON),
+    "deepseek_v32": f"{_LATENT_REASON}; {_INDEXER_REASON}",
+    "deepseek_v4": f"{_LATENT_REASON}; the head of keys and its compressors; {_INDEXER_REASON}",
+    "glm4_moe": "routers",
+    "kimi_linear": f"{_LATENT_REASON}; projections to the ranks of the gates",
+}
+
 # Columns of the table, and their names in the sweep.
 MODES = {"tp": "tp", "tp with sequence_parallel": "tp+sp", "cp": "cp"}
 
@@ -220,9 +239,10 @@ def models() -> str:
 def model_types() -> str:
     """Results of `model_types_of` for transformers' causal language models, grouped by result."""
     sweep = json.loads((Path(__file__).parent / "model_types.json").read_text())
+    shares = json.loads((Path(__file__).parent / "sharded_shares.json").read_text())
     groups: dict[tuple[str, ...], list[str]] = {}
     for kind, results in sweep["types"].items():
-        groups.setdefault(tuple(results), []).append(kind)
+        groups.setdefault((*results, _share_range(shares.get(kind))), []).append(kind)
     rows = sorted(groups.items(), key=lambda group: -len(group[1]))
     counts = (
         f"{sum(results[i].startswith('yes') for results in sweep['types'].values())} with {mode}"
@@ -230,8 +250,50 @@ def model_types() -> str:
     )
     versions = ", ".join(f"{name} {version}" for name, version in sweep["versions"].items())
     return f"Of {len(sweep['types'])} types ({versions}): {', '.join(counts)}.\n\n" + table(
-        ("types", *MODES), ((", ".join(f"`{kind}`" for kind in kinds), *results) for results, kinds in rows)
+        ("types", *MODES, "share of a block's elements that tp shards"),
+        ((", ".join(f"`{kind}`" for kind in kinds), *results) for results, kinds in rows),
     )
+
+
+def _share_range(shares: Sequence[float] | None) -> str:
+    if shares is None:
+        return ""
+    return next((f"{bound} % or more" for bound in (99, 95, 90) if shares[0] >= bound / 100), "less than 90 %")
+
+
+def sharded_shares() -> str:
+    """Shares of a block's elements that tp shards: types with published sizes, and types below 90 %."""
+    shares = json.loads((Path(__file__).parent / "sharded_shares.json").read_text())
+    kinds = [*PUBLISHED_WHOLE_PARTS, *(kind for kind, (total, _) in shares.items() if total < 0.9)]
+    whole_parts = PUBLISHED_WHOLE_PARTS | WHOLE_PARTS
+    rows = ((f"`{kind}`", *(f"{share:.1%}" for share in shares[kind]), whole_parts[kind]) for kind in kinds)
+    return table(("type", "of all elements", "outside of routed experts", "whole on every rank"), rows)
+
+
+def documented_types() -> list[str]:
+    """Model types in model_types.json."""
+    return [*json.loads((Path(__file__).parent / "model_types.json").read_text())["types"]]
+
+
+def published_config(kind: str) -> Any:
+    """Config of a model type at published sizes; transformers' default, if published_configs.json has no others."""
+    from transformers import CONFIG_MAPPING
+
+    published_configs = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+    return CONFIG_MAPPING[kind](**published_configs.get(kind, {"config": {}})["config"])
+
+
+def sharded_shares_file(kinds: Iterable[str]) -> str:
+    """Content of docs/sharded_shares.json, with a line for each type that plan="auto" accepts at published sizes."""
+    lines = []
+    for kind in kinds:
+        try:
+            share = count_sharded_share(published_config(kind), num_ranks=2)
+        except Exception as error:  # no plan, a library that is missing, a default config without a model
+            print(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+        else:
+            lines.append(f" {json.dumps(kind)}: [{share.total:.4f}, {share.outside_experts:.4f}]")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def model_types_of(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
@@ -339,16 +401,18 @@ def gpu_measured() -> str:
 
 def all_tables() -> dict[str, str]:
     table_functions: tuple[Callable[[], str], ...] = (
-        settings, install_settings, schedules, support, defaults, styles, models, model_types, predictions, planner,
-        machines,
-        tests, gpu_measured,
+        settings, install_settings, schedules, support, defaults, styles, models, model_types, sharded_shares,
+        predictions, planner, machines, tests, gpu_measured,
     )  # fmt: skip
     return {make_table.__name__: make_table() for make_table in table_functions}
 
 
 if __name__ == "__main__":
-    # python -m docs.tables REPORT > docs/test_seconds.json; python -m docs.tables outcomes.json > docs/model_types.json
-    if sys.argv[1].endswith(".json"):
+    # python -m docs.tables REPORT > docs/test_seconds.json; python -m docs.tables outcomes.json > docs/model_types.json;
+    # python -m docs.tables shares > docs/sharded_shares.json
+    if sys.argv[1] == "shares":
+        print(sharded_shares_file(documented_types()))
+    elif sys.argv[1].endswith(".json"):
         print(model_types_file(json.loads(Path(sys.argv[1]).read_text())))
     else:
         print(json.dumps(seconds_by_file(sys.argv[1]), indent=1))

@@ -450,6 +450,11 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "hunyuan_v1_dense": Family(
         _LLAMA | _styles("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
     ),
+    "hunyuan_v1_moe": Family(
+        _attention_styles("layers.*.self_attn")
+        | _styles("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
+        | _gated_mlp("layers.*.mlp.shared_mlp")
+    ),
     "hy_v4": Family(_STREAM_STYLES),
     "inkling2_text": Family(
         {

@@ -78,6 +78,44 @@ def count_config(config: Any) -> ModelShape:
     return count_model(model)
 
 
+@dataclass(frozen=True)
+class ShardedShare:
+    """Shares of the elements in a model's layers that are in sharded parameters, from 0 to 1.
+
+    Attributes:
+        total: share of all elements, experts included.
+        outside_experts: share of the elements outside of routed experts. Each token uses all of these, but few experts.
+    """
+
+    total: float
+    outside_experts: float
+
+
+def count_sharded_share(config: Any, num_ranks: int) -> ShardedShare:
+    """Count the elements of the layers of a config's model that plan="auto" shards over tensor parallel ranks.
+
+    An indexer that selects the tokens to attend to counts like any other part of its layer.
+
+    Raises:
+        ValueError: `parallelize` would not accept the model on `num_ranks` ranks.
+    """
+    model: Any = make_meta_model(config)
+    model_layers = _LayerBlocks(model)
+    drop_repeated_layers(model, model_layers)
+    plan = repeat_key_value_heads(model, resolve_plan(model, "auto"), num_ranks)
+    plan = choose_intermediate_styles(model, plan)
+    check_head_counts(model, plan.modules, num_ranks)
+    check_layers(model, plan, num_ranks)
+    counter = _LayerCounter(config_value(model.config, "hidden_size") or 1, model.config.get_text_config(), plan)
+    dense, experts = Weights(), Weights()
+    for kind_index in model_layers.kind_indices:
+        parameters = _first_occurrences(model_layers.layer_kinds[kind_index].parameters)
+        dense += counter.sum_weights(param for param in parameters if not param.is_expert)
+        experts += counter.sum_weights(param for param in parameters if param.is_expert)
+    total = dense + experts
+    return ShardedShare(total.sharded_count / total.count, dense.sharded_count / dense.count)
+
+
 def _model_name(config: Any) -> str:
     return getattr(config, "name_or_path", "") or config.model_type
 
@@ -288,7 +326,7 @@ class _LayerCounter:
         if name in self.plan.parameters:
             return size
         spec = spec_of(self.plan.modules.get(param.path))
-        if spec.shard_dim is None or (spec.shard_dim == 1 and param.parameter.ndim == 1):
+        if spec.shard_dim is None or spec.repeats_heads or (spec.shard_dim == 1 and param.parameter.ndim == 1):
             return 0
         if spec.shares_keys:
             in_features, out_features = features_of(param.module)

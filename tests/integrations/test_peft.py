@@ -68,6 +68,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: make_model("minicpm3").double(),
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
+    "kimi_linear": (  # latent attention, and delta attention
+        lambda: make_model("kimi_linear", torch.float64),
+        {"target_modules": [*ATTENTION, "kv_b_proj", "b_proj", "f_a_proj", "f_b_proj", "g_b_proj"]},
+    ),
     "bloom": (  # its code reads two of these weights itself, under an option that is off
         lambda: make_model("bloom"),
         {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
