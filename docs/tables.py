@@ -408,7 +408,7 @@ def all_tables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    # python -m docs.tables REPORT > docs/test_seconds.json; python -m docs.tables outcomes.json > docs/model_types.json;
+    # python -m docs.tables REPORT > docs/test_seconds.json; python -m docs.tables outcomes.json > docs/model_types.json
     # python -m docs.tables shares > docs/sharded_shares.json
     if sys.argv[1] == "shares":
         print(sharded_shares_file(documented_types()))

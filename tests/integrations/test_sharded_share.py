@@ -24,7 +24,7 @@ from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-from docs import tables  # noqa: E402
+from docs import tables
 
 DOCUMENTED: dict[str, list[float]] = json.loads(
     (Path(tables.__file__).parent / "sharded_shares.json").read_text(encoding="utf-8")
