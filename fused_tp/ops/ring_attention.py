@@ -15,7 +15,7 @@ from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.spec import AttentionArguments, ScoreParameters
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
-from fused_tp.core.group import SINGLE_GROUP_NAME, Group, GroupLike, group_by_name, group_identity
+from fused_tp.core.group import SINGLE_GROUP_NAME, Group, GroupLike, group_by_name, group_identity, resolve_group
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
 from fused_tp.ops.arguments import autocast_dtype, check_bool
@@ -228,7 +228,14 @@ def _prepare_call(
     schedule: Schedule, a: _Args | _BackwardArgs, has_grad_lse: bool
 ) -> tuple[RingSchedule, RingCall, str]:
     """Return the ring, its call, and a text of all arguments that must be equal on all ranks."""
-    q, arguments, group, ring = a.q, a.attention, group_by_name(a.group), _select_ring(schedule, a)
+    ring = _select_ring(schedule, a)
+    call, description = _find_call(ring, group_by_name(a.group), a, has_grad_lse)
+    return ring, call, description
+
+
+def _find_call(ring: RingSchedule, group: Group, a: _Args | _BackwardArgs, has_grad_lse: bool) -> tuple[RingCall, str]:
+    """Return the call with the tensors of its score function, and its description; both are cached without tensors."""
+    q, arguments = a.q, a.attention
     slopes, sinks, bounds, bounds_kv, seed, causal, window, *other_arguments = arguments
     key = (
         *(ring.name, group.size, group.rank, q.shape, q.dtype, q.device, a.k.shape[2], a.v.shape[3]),
@@ -259,7 +266,22 @@ def _prepare_call(
                 "weights. Pass dropout_p=0.0."
             )
         _captured_plans.add(call.plan)
-    return ring, call, description
+    return call, description
+
+
+def call_on_gathered_keys(
+    q: Tensor, k: Tensor, v: Tensor, arguments: AttentionArguments, group: GroupLike, *, is_backward: bool
+) -> RingCall:
+    """Return the call of a rank that has the keys of all ranks: step t reads the keys of rank (rank - t) mod W.
+
+    Args:
+        q, k, v: this rank's tensors, shapes as in `ring_attention`.
+        arguments: the result of `checked_arguments`.
+    """
+    resolved_group = resolve_group(group)
+    a = _Args(q, k, v, arguments, resolved_group.name)
+    backward_args = _BackwardArgs(None, None, q, k, v, q, q, arguments, resolved_group.name)
+    return _find_call(LocalRing(), resolved_group, backward_args if is_backward else a, False)[0]
 
 
 def _make_call(ring: RingSchedule, group: Group, a: _Args | _BackwardArgs, has_grad_lse: bool) -> tuple[RingCall, str]:

@@ -77,7 +77,7 @@ class CpContext:
                 must draw the same dropout.
             keywords: keyword arguments of `ring_attention`.
         """
-        _count_attention_call()
+        count_attention_call()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         keywords |= {"layout": self.layout, "cu_seqlens": self.cu_seqlens, "seq_len": self.seq_len}
         keywords["first_head"] = self.tp_rank * q.shape[2] if are_heads_sharded else 0
@@ -256,7 +256,7 @@ def running_shard() -> ForwardShard | None:
     return None if frame is None else frame.shard
 
 
-def _count_attention_call() -> None:
+def count_attention_call() -> None:
     """Count a call of attention over the CP ranks, unless backward is recomputing the layer."""
     frame = running_forward()
     if frame is None:

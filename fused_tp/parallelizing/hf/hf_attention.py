@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from fused_tp.nn.sharding import shard_rows
 from fused_tp.parallelizing.custom_attention import CustomAttention
 from fused_tp.parallelizing.forward_shard import CpContext, running_forward
+from fused_tp.parallelizing.hf.hf_latents import SELECTS_ATTRIBUTE, take_latents
+from fused_tp.parallelizing.latent_attention import attend_to_latents, attend_to_selected
 from fused_tp.parallelizing.layers import holds_sharded_heads
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 
@@ -130,6 +132,9 @@ def _run_attention(
     sequence: SequenceSharding | None = getattr(module, SEQUENCE_ATTRIBUTE, None)
     distributor = None if sequence is None else _find_distributor(sequence)
     if distributor is None:
+        if hasattr(module, SELECTS_ATTRIBUTE) and isinstance(attention_mask, Tensor):
+            # The module's own code does this only for the name of the original attention.
+            attention_mask = _hide_unselected_keys(attention_mask, kwargs["indices"], key.shape[2])
         return original_attention(module, query, key, value, attention_mask, **kwargs)
     return _attend_over_ranks(distributor, module, query, key, value, attention_mask, **kwargs), None
 
@@ -148,6 +153,12 @@ def _attend_over_ranks(
     `kwargs` are those of transformers' attention functions.
     """
     class_name = type(module).__name__
+    indices: Tensor | None = None
+    if hasattr(module, SELECTS_ATTRIBUTE):
+        indices, latents = kwargs.pop("indices"), take_latents(module, key, value)
+        attention_mask = None if indices is not None else attention_mask  # the indexer's mask: see `_build_mask`
+    else:
+        latents = take_latents(module, key, value)
     for name in UNSUPPORTED_KEYWORDS:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -183,11 +194,31 @@ def _attend_over_ranks(
             "masked with a cp_dim. Use rows of equal length, or omit cp_dim."
         )
     query = _rescale_query(module, query, distributor)
-    dropout = kwargs.get("dropout", 0.0)
-    out = distributor.attend(
-        query, key, value, dropout_p=dropout, are_heads_sharded=holds_sharded_heads(module), **options
-    )
+    options |= {"dropout_p": kwargs.get("dropout", 0.0), "are_heads_sharded": holds_sharded_heads(module)}
+    out: Tensor | None = None
+    if indices is not None:
+        if latents is None:
+            raise ValueError(
+                f"{class_name} selects tokens by an indexer, but its keys are not those of its expand_kv, or FSDP or "
+                "ZeRO 3 wraps its kv_b_proj alone, which a cp_dim does not support. Wrap whole blocks, or omit cp_dim."
+            )
+        out = attend_to_selected(distributor, query, latents, indices, **options)
+    elif latents is not None:
+        out = attend_to_latents(distributor, query, latents, **options)
+    if out is None:
+        out = distributor.attend(query, key, value, **options)
     return out.transpose(1, 2).contiguous()
+
+
+def _hide_unselected_keys(attention_mask: Tensor, indices: Tensor | None, num_keys: int) -> Tensor:
+    """Mask all keys but those at `indices` [batch, queries, selected keys], like transformers' sparse attention."""
+    if indices is None:
+        return attention_mask
+    is_hidden = indices.new_ones((*indices.shape[:2], num_keys), dtype=torch.bool)
+    is_hidden = is_hidden.scatter_(-1, indices.long(), False).unsqueeze(1)
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~is_hidden
+    return attention_mask.masked_fill(is_hidden, torch.finfo(attention_mask.dtype).min)
 
 
 def replace_custom_attention(modules: Sequence[nn.Module], custom_attention: CustomAttention) -> None:
@@ -224,6 +255,12 @@ def _run_custom_attention(
         return _attend_over_ranks(distributor, module, query, key, value, None, **options)
 
     return custom_attention.replacement(module, attend, *args, **kwargs)
+
+
+def cp_context_of(module: nn.Module) -> CpContext | None:
+    """Return the context parallel ranks of the running pass of `module`, a module of a parallel model."""
+    sequence: SequenceSharding | None = getattr(module, SEQUENCE_ATTRIBUTE, None)
+    return None if sequence is None else sequence.current_state().cp
 
 
 def _find_distributor(sequence: SequenceSharding) -> CpContext | CachedPass | None:
@@ -278,14 +315,17 @@ def _build_mask(original_mask_function: Callable[..., Any], *args: Any, **kwargs
     shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
     # Not None if our attention computes this pass: over sharded tokens, or over a sharded cache.
     distributor = cache if cache is not None else None if shard is None else shard.cp
-    if frame is not None and distributor is not None and getattr(frame.owner, "custom_attention", None):
+    owner = None if frame is None else frame.owner
+    if distributor is not None and getattr(owner, "custom_attention", None):
         # Our attention does not read this tensor, but MPT's model code converts the mask, so None would fail.
         return torch.zeros((1, 1, 1, 1), dtype=torch.float32, device="cpu")
     if distributor is not None:
         # transformers sets one of these flags if the mask is plain causal or bidirectional, which needs no tensor.
-        if kwargs.get("use_vmap") or not (
-            kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
-        ):
+        is_plain = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
+        if not (is_plain or kwargs.get("use_vmap")) and getattr(owner, "selects_tokens", False):
+            # Indexers receive a slice of this tensor, in place of which `_index_over_ranks` passes a mask.
+            return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device="cpu")
+        if kwargs.get("use_vmap") or not is_plain:
             raise ValueError(
                 "The model changes the attention mask by custom code, which a cp_dim does not support. Omit cp_dim."
             )

@@ -26,6 +26,7 @@ from fused_tp.parallelizing.families import find_family
 from fused_tp.parallelizing.forward_shard import ForwardShard
 from fused_tp.parallelizing.hf import scored_tokens
 from fused_tp.parallelizing.hf.hf_attention import (
+    cp_context_of,
     has_eager_attention,
     is_original_attention_replaced,
     register_attention,
@@ -33,6 +34,7 @@ from fused_tp.parallelizing.hf.hf_attention import (
     replace_custom_attention,
 )
 from fused_tp.parallelizing.hf.hf_cache import CachedPass, is_sharded, make_cached_pass
+from fused_tp.parallelizing.hf.hf_latents import connect_latents, find_selecting_modules
 from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls, enable_continuous_batching
 from fused_tp.parallelizing.hf.state_layers import STATE_LAYERS, connect_states, find_state_layers
 from fused_tp.parallelizing.outputs import map_tensors
@@ -105,7 +107,9 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     if parallelism.shards_sequence:
         _check_token_mixing(model, parallelism, option)
         _check_no_layers_dropped(model, option)
-        makes_masks = parallelism.cp_mesh is not None and not _custom_attention_modules(model)
+        makes_masks = parallelism.cp_mesh is not None and not (
+            _custom_attention_modules(model) or find_selecting_modules(model)
+        )
         if makes_masks and any(
             forward_source_contains(m, CUSTOM_MASK_SOURCE, default=False)
             for m in model.modules()
@@ -206,11 +210,17 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, option
         )
     if is_over_cp:
         _check_special_attention_code(model, implementation)
+        dropout = max((getattr(m, "attention_dropout", 0.0) for m in find_selecting_modules(model)), default=0.0)
+        if dropout > 0:
+            raise ValueError(
+                f"{class_name} has attention_dropout={dropout} in attention to selected tokens, which a cp_dim does "
+                "not support. Set config.attention_dropout to 0.0, or omit cp_dim."
+            )
 
 
 def _check_special_attention_code(model: PreTrainedModel, implementation: str) -> None:
     """Raise ValueError for modules with special code for the configured attention, which ours will replace."""
-    custom_ids = {id(module) for module in _custom_attention_modules(model)}
+    custom_ids = {id(module) for module in (*_custom_attention_modules(model), *find_selecting_modules(model))}
     for name, module in model.named_modules():
         if id(module) in custom_ids or type(module).__name__ in CLASSES_WITHOUT_SPECIAL_CODE:
             continue
@@ -255,7 +265,10 @@ def _custom_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 def _find_non_attention_types(model: PreTrainedModel) -> list[str]:
     """Return the kinds of layers that mix tokens by other means than attention."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    other_types = sorted(set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"})
+    attention_types = {"full_attention", "sliding_attention", "chunked_attention"}
+    if find_selecting_modules(model):
+        attention_types.add("indexed_attention")
+    other_types = sorted(set(layer_types) - attention_types)
     # transformers' flag for models with a state; some such models lack it.
     return other_types or ["a state"] * bool(getattr(model, "_is_stateful", False))
 
@@ -286,6 +299,7 @@ class TransformersSequenceSharding(SequenceSharding):
         self.config = model.config
         self.family = find_family(model.config)
         self.non_attention_types = _find_non_attention_types(model)
+        self.selects_tokens = bool(find_selecting_modules(model))
         self.custom_attention = _custom_attention_modules(model) if parallelism.cp_mesh is not None else []
         # Models like RoBERTa number positions from padding_idx + 1, by a method of their embeddings.
         position_counters = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
@@ -315,6 +329,7 @@ class TransformersSequenceSharding(SequenceSharding):
             if self.family.attention is not None:
                 replace_custom_attention(self.custom_attention, self.family.attention)
             if parallelism.cp_mesh is not None:
+                connect_latents(model, cp_context_of)
                 model.config._attn_implementation = register_attention(model, self)
             configs: Any = {id(m.config): m.config for m in model.modules() if is_transformers_model(m)}.values()
             for config in configs if parallelism.cp_mesh is None else ():
