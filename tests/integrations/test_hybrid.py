@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from fused_tp.parallelizing.hf import state_layers
 from fused_tp.parallelizing.hf.state_layers import (
     CONVOLUTION,
     STATE_LAYERS,
@@ -32,6 +33,7 @@ from tests.integrations.models import (
     mesh_of,
     on_layouts,
 )
+from tests.integrations.sweep import make_model
 from tests.reference import refuses
 from tests.workers import on_ranks
 
@@ -91,6 +93,23 @@ def test_hybrids(group: dist.ProcessGroup, layout: str, family: str) -> None:
 def test_state_spaces_alone(group: dist.ProcessGroup) -> None:
     whole, parallel = pair(group, "cp2", "mamba2", tied=True)
     assert_same(parallel, whole, 13, 3, 1)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["jamba", pytest.param("mamba", marks=FULL), pytest.param("falcon_mamba", marks=FULL)])
+def test_mamba_1(group: dist.ProcessGroup, kind: str) -> None:
+    """Compare state spaces with a decay for each channel and state, in blocks shorter than a run."""
+    whole = make_model(kind)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)
+    parallel = parallelize(copy_of(whole), mesh_of(group, group.size(), 1))
+    block, state_layers._STATE_BLOCK = state_layers._STATE_BLOCK, 4
+    try:
+        assert_same(parallel, whole, 20, 7, group.size(), 2)
+    finally:
+        state_layers._STATE_BLOCK = block
 
 
 @on_ranks(3, 4)
@@ -210,12 +229,8 @@ def test_padding_that_sequence_parallel_ranks_would_be_given_a_part_of(group: di
 
 @on_ranks(2)
 def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
-    from transformers import FalconMambaConfig, FalconMambaForCausalLM
-
     mesh = mesh_of(group, 2, 1)
-    torch.manual_seed(0)
-    other = FalconMambaForCausalLM(FalconMambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1))
-    refuses(ValueError, r"FalconMamba.* by other means .*bamba, .*zamba2", parallelize, other, mesh)
+    refuses(ValueError, r"MiniMax.* by other means .*bamba, .*zamba2", parallelize, make_model("minimax"), mesh)
     replaced = make("bamba")
     replaced.model.layers[0].mamba.forward = replaced.model.layers[0].mamba.forward  # set as a kernel would be
     refuses(ValueError, "no kernel from the hub", parallelize, replaced, mesh)

@@ -102,7 +102,7 @@ VARIANTS: list[Any] = [
 REFUSED = [
     ("bart", "cp", "'model.decoder.layers.0.self_attn' (BartAttention) is not known to use"),
     ("doge", "cp", "uses a custom attention mask"),
-    ("falcon_mamba", "cp", "by other means than attention"),
+    ("minimax", "cp", "by other means than attention"),
     ("minimax_m3_vl_text", "cp", "mix tokens by other means than attention (minimax_m3_sparse)"),
     ("falcon", "tp+sp", "load it with attn_implementation='eager'"),
     ("gemma4", "tp+sp", "neither a causal language model nor a base model"),

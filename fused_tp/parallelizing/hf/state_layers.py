@@ -10,6 +10,8 @@ of that state. So each rank computes its runs from a zero state, and adds the co
 | gated delta rule    | its state B [dk, dv], and A, the | S = A S + B, run by run    | (q_t P_t) S, with P_t    |
 |                     | product of its transitions       |                            | the product up to t      |
 | state space, mamba2 | its state B [p, n], and decay a  | S = a S + B, run by run    | a_t S C_t                |
+| state space, mamba  | its state B [d, n], and sum of   | S = e^(A s) S + B, run by  | e^(A s_t) S C_t, with    |
+|                     | its steps s [d]                  | run                        | the sum of steps s_t     |
 
 B is the final state of a run that starts from a zero state, computed by transformers' function or by the kernel that it
 has selected. Communication does not grow with the sequence: each run and head sends dk * (dk + dv), or p * n + 1, fp32
@@ -18,6 +20,9 @@ numbers. The additional computation is small:
 - The gated delta rule treats value columns independently. One call with dk more columns, whose values are zero and
   whose initial state is the identity, returns A and q_t P_t in addition to B and the output.
 - A state space adds one product with C, where its scan has four products of this size.
+- Mamba 1 has a decay for each channel and state, so its final state and the contribution cost as much as two more
+  scans in torch. Its kernel has no gradient for the final state, which is therefore computed here, some tokens at a
+  time (`_STATE_BLOCK`).
 
 Rejected alternatives:
 
@@ -26,8 +31,7 @@ Rejected alternatives:
 - All-to-alls that shard heads instead of tokens: they send every token, and the ranks must divide the number of heads.
 - Passing states through transformers' cache classes: the layers read the state before A and B are known.
 
-Not supported: mamba 1 (its kernel accepts no initial state, and has no gradient for the final state), and packed
-documents (state would leak between them, as it does in transformers itself).
+Not supported: packed documents (state would leak between them, as it does in transformers itself).
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fused_tp.attention.layout import tokens_by_rank
 from fused_tp.ops.collectives import all_gather
@@ -57,6 +62,8 @@ DELTA_RULE = "torch_chunk_gated_delta_rule"
 DELTA_RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
 STATE_SPACE = "mamba2_chunk_scan"
 FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
+SELECTIVE_SCAN = "mamba_selective_scan"
+FUSED_SELECTIVE_SCAN = "mamba_inner_fn"
 
 # By model type: the name of the layer class that carries a state, and the functions that its forward calls besides
 # CONVOLUTION. No other layer of these models carries a state. To add a model type, compare the forward of the class
@@ -64,12 +71,15 @@ FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
 STATE_LAYERS = {
     "bailing_hybrid": ("BailingHybridDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
     "bamba": ("BambaMixer", {STATE_SPACE, FUSED_SCAN}),
+    "falcon_mamba": ("FalconMambaMixer", {SELECTIVE_SCAN, FUSED_SELECTIVE_SCAN}),
     "falcon_h1": ("FalconH1Mixer", {STATE_SPACE, FUSED_SCAN}),
     "granitemoehybrid": ("GraniteMoeHybridMambaLayer", {STATE_SPACE, FUSED_SCAN}),
+    "jamba": ("JambaMambaMixer", {SELECTIVE_SCAN}),
     "kimi_linear": ("KimiLinearDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
     "lfm2": ("Lfm2ShortConv", set()),
     "lfm2_moe": ("Lfm2MoeShortConv", set()),
     "lfm3": ("Lfm3ShortConv", set()),
+    "mamba": ("MambaMixer", {SELECTIVE_SCAN, FUSED_SELECTIVE_SCAN}),
     "mamba2": ("Mamba2Mixer", {STATE_SPACE, FUSED_SCAN}),
     "nemotron_h": ("NemotronHMamba2Mixer", {STATE_SPACE, FUSED_SCAN}),
     "olmo_hybrid": ("OlmoHybridGatedDeltaNet", {DELTA_RULE}),
@@ -125,20 +135,23 @@ def _subclass_over_ranks(layer_class: type[nn.Module]) -> type[nn.Module]:
     functions. Rejected: writing to the globals of transformers' file, which affects all models of the process.
     """
     original_forward: Any = inspect.unwrap(layer_class.forward)
-    replacements = {
-        name: partial(REPLACEMENTS[name][0], function)
-        for name, function in find_called_functions(original_forward).items()
-    }
-    copied_forward = FunctionType(
-        original_forward.__code__,
-        {**original_forward.__globals__, **replacements},
-        original_forward.__name__,
-        original_forward.__defaults__,
-        original_forward.__closure__,
-    )
-    copied_forward.__kwdefaults__ = original_forward.__kwdefaults__
+    original_functions = find_called_functions(original_forward)
+
     # Not compiled: torch.compile would read the globals of the original file.
-    forward_over_ranks = torch.compiler.disable(copied_forward)
+    @torch.compiler.disable
+    def run_over_ranks(layer: nn.Module, cp: CpContext, *args: Any, **kwargs: Any) -> Any:
+        replacements = {
+            name: partial(REPLACEMENTS[name][0], function, cp=cp) for name, function in original_functions.items()
+        }
+        copied_forward = FunctionType(
+            original_forward.__code__,
+            {**original_forward.__globals__, **replacements},
+            original_forward.__name__,
+            original_forward.__defaults__,
+            original_forward.__closure__,
+        )
+        copied_forward.__kwdefaults__ = original_forward.__kwdefaults__
+        return copied_forward(layer, *args, **kwargs)
 
     @wraps(layer_class.forward)  # keeps the signature, which transformers reads
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +159,7 @@ def _subclass_over_ranks(layer_class: type[nn.Module]) -> type[nn.Module]:
         cp: CpContext | None = None if sequence is None else sequence.current_state().cp
         if cp is None:
             return layer_class.forward(self, *args, **kwargs)
-        # These forwards pass unknown keywords on to the functions that they call, so REPLACEMENTS receive `cp`.
-        return forward_over_ranks(self, *args, cp=cp, **kwargs)
+        return run_over_ranks(self, cp, *args, **kwargs)
 
     # Keep the name of the class, because libraries identify layers by it.
     return type(layer_class.__name__, (layer_class,), {"forward": forward, "__module__": layer_class.__module__})
@@ -312,6 +324,75 @@ def _run_state_space(
     return torch.cat(outs, 1)
 
 
+_STATE_BLOCK = 64  # tokens whose states [batch, channels, tokens, n] are in memory at a time
+
+
+def _run_selective_scan(
+    original_function: AnyFunction,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,  # False without a cache, as in all passes over ranks
+    *,
+    cp: CpContext,
+    **kwargs: Any,
+) -> Tensor:
+    """Run mamba's state space on `hidden_states` [batch, channels, seq].
+
+    `dt` is like `hidden_states`, `A` is [channels, n], and `B` and `C` are [batch, n, seq].
+    """
+    runs = _context_runs(cp)
+    kwargs |= {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+    steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float().unsqueeze(-1)
+    steps = functional.softplus(steps) if delta_softplus else steps
+    run_results, run_states = [], []
+    run_inputs = (t.split(runs.local_lengths, dim=-1) for t in (hidden_states, dt, steps, B, C))
+    for x, run_dt, step, b, c in zip(*run_inputs, strict=True):
+        out = original_function(x, run_dt, A, b, c, **kwargs)  # without the gate z, which also applies to the carry
+        step_sums = step.cumsum(-1)
+        run_results.append((out, step_sums, c))
+        final_state = _final_state(x, step, step_sums, A, b)
+        run_states.append(torch.cat([final_state, step_sums[..., -1:]], -1))
+    zeros, final_states = _gather_runs(run_states, runs, cp)
+    states = [zeros[..., :-1]]
+    for state_and_steps in final_states[: runs.preceding_counts[-1]]:
+        states.append((A * state_and_steps[..., -1:]).exp() * states[-1] + state_and_steps[..., :-1])
+    outs = []
+    for n, (out, step_sums, c) in zip(runs.preceding_counts, run_results, strict=True):
+        outs.append((out + _carried_output(step_sums, A, c, states[n])).to(out.dtype))
+    result = torch.cat(outs, -1)
+    return result if z is None else result * functional.silu(z)
+
+
+def _final_state(x: Tensor, step: Tensor, step_sums: Tensor, A: Tensor, b: Tensor) -> Tensor:
+    """Return the state [batch, channels, n] after a run that starts from a zero state."""
+
+    def sum_block(x: Tensor, step: Tensor, steps_after: Tensor, b: Tensor) -> Tensor:
+        decays = (A.unsqueeze(1) * steps_after.unsqueeze(-1)).exp()  # [batch, channels, tokens, n]
+        return torch.einsum("bdl,bnl,bdln->bdn", (step * x.float()), b.float(), decays)
+
+    blocks = zip(*(t.split(_STATE_BLOCK, -1) for t in (x, step, step_sums[..., -1:] - step_sums, b)), strict=True)
+    terms = [checkpoint(sum_block, *block, use_reentrant=False) for block in blocks]
+    return torch.stack(terms).sum(0)
+
+
+def _carried_output(step_sums: Tensor, A: Tensor, c: Tensor, state: Tensor) -> Tensor:
+    """Return the contribution [batch, channels, seq] of the `state` [batch, channels, n] before a run."""
+
+    def contribution(step_sums: Tensor, c: Tensor, state: Tensor) -> Tensor:
+        decays = (A.unsqueeze(1) * step_sums.unsqueeze(-1)).exp()
+        return torch.einsum("bdln,bnl,bdn->bdl", decays, c.float(), state)
+
+    blocks = zip(step_sums.split(_STATE_BLOCK, -1), c.split(_STATE_BLOCK, -1), strict=True)
+    return torch.cat([checkpoint(contribution, *block, state, use_reentrant=False) for block in blocks], -1)
+
+
 def _skip_fused_scan(original_function: AnyFunction, *args: Any, cp: CpContext, **kwargs: Any) -> None:
     """Replace the fused kernel of a layer, which accepts no state. On None, the layer falls back to other functions."""
 
@@ -323,4 +404,6 @@ REPLACEMENTS: dict[str, tuple[AnyFunction, set[str]]] = {
     DELTA_RULE_BY_CHANNEL: (_run_delta_rule, {"g", "beta", "initial_state", "output_final_state"}),
     STATE_SPACE: (_run_state_space, {"return_final_states", "dt_bias", "dt_softplus", "dt_limit"}),
     FUSED_SCAN: (_skip_fused_scan, set()),
+    SELECTIVE_SCAN: (_run_selective_scan, {"D", "z", "delta_bias", "delta_softplus", "return_last_state"}),
+    FUSED_SELECTIVE_SCAN: (_skip_fused_scan, set()),
 }
