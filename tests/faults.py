@@ -76,6 +76,14 @@ Op = Callable[[Any, float], tuple[Tensor, float]]
 OPS: dict[str, Op] = {
     "all_gather": lambda group, n: (fused_tp.all_gather(leaf(n, 4, 6), 0, group=group), n),
     "all_gather_matmul": lambda group, n: (fused_tp.all_gather_matmul(leaf(n, 4, 6), weight(), group=group), 6 * n),
+    "all_gather_matmul float8": lambda group, n: (
+        fused_tp.all_gather_matmul(leaf(n, 4, 6), weight(), group=group, float8="tensorwise"),
+        6 * n,
+    ),
+    "matmul_reduce_scatter float8": lambda group, n: (
+        fused_tp.matmul_reduce_scatter(leaf(n, 4 * group.size(), 6), weight(), group=group, float8="tensorwise"),
+        6 * n * group.size(),
+    ),
     "all_reduce": lambda group, n: (fused_tp.all_reduce(leaf(n, 400_000), group=group), n * group.size()),
     "all_reduce_rms_norm": lambda group, n: (
         fused_tp.all_reduce_rms_norm(leaf(n, 4, 8), **norm(), group=group)[0],

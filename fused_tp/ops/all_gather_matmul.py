@@ -14,6 +14,8 @@ from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import (
     bias_grads,
     check_bool,
+    check_float8_recipe,
+    check_int,
     checked_linears,
     fake_grads,
     normalize_token_dim,
@@ -35,6 +37,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: Literal[False] = False,
+    float8: str | None = None,
 ) -> Tensor: ...
 
 
@@ -48,6 +51,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: Literal[True],
+    float8: None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -61,6 +65,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: Literal[False] = False,
+    float8: str | None = None,
 ) -> list[Tensor]: ...
 
 
@@ -74,6 +79,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: Literal[True],
+    float8: None = None,
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
@@ -86,6 +92,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
     return_gathered: bool = False,
+    float8: str | None = None,
 ) -> Any:
     """y = all_gather(x_shard, gather_dim) @ weight^T + bias, with the gather and the matmul overlapped.
 
@@ -106,6 +113,9 @@ def all_gather_matmul(
         gather_dim: any dim but the last; may be negative.
         gather_size: length of `gather_dim` over all ranks, if the shards (as by torch.chunk) are not all equal.
         return_gathered: also return the gathered x, which is differentiable too.
+        float8: multiply in float8 by this recipe of torchao: "tensorwise", "rowwise" or "rowwise_with_gw_hp"; see
+            `fused_tp.backends.float8`. x is gathered in 8 bits per element, so it cannot be
+            returned: not with `return_gathered`.
 
     Returns:
         y [..., M, ..., N]; for a list of weights, a list with a y for each. With `return_gathered`, (y, gathered x).
@@ -121,6 +131,18 @@ def all_gather_matmul(
     Large Deep Learning Models", ASPLOS 2023; sequence parallelism of Korthikanti et al., 2022.
     """
     weights, biases, has_bias = to_lists(weight, bias)
+    if float8 is not None:
+        from fused_tp.ops.float8_column_matmul import FLOAT8_COLUMN_MATMUL  # needed only here
+
+        check_float8_recipe(float8)
+        check_bool(return_gathered=return_gathered)
+        if return_gathered:
+            raise ValueError(
+                f"float8={float8!r} gathers x in float8, so return_gathered cannot return x. Omit one of the two."
+            )
+        check_int("gather_dim", gather_dim)  # None would not gather
+        outputs = FLOAT8_COLUMN_MATMUL(x_shard, weights, biases, has_bias, gather_dim, gather_size, float8, group)
+        return outputs if isinstance(weight, (list, tuple)) else outputs[0]
     outputs = ALL_GATHER_MATMUL(x_shard, weights, biases, has_bias, gather_dim, gather_size, return_gathered, group)
     result = outputs[: len(weights)] if isinstance(weight, (list, tuple)) else outputs[0]
     return (result, outputs[-1]) if return_gathered else result

@@ -98,6 +98,28 @@ def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "
         check_shape(f"bias{suffix}", bias, weight.shape[:1], f"one for each row of weight{suffix}")
 
 
+def check_float8(float8: Any, x_name: str, x: Tensor) -> None:
+    """Check that `float8` names a recipe for matmuls with `x`."""
+    check_float8_recipe(float8)
+    if x.dtype == torch.float64:
+        raise TypeError(f"{x_name} has dtype float64; float8={float8!r} supports float16, bfloat16 and float32.")
+    if x.is_cuda and torch.version.hip is None and (arch := torch.cuda.get_device_capability(x.device)) < (8, 9):
+        raise ValueError(
+            f"float8={float8!r} needs a GPU with float8 matmuls, sm_89 or later; {x_name} is on sm_{arch[0]}{arch[1]}. "
+            "Omit float8."
+        )
+
+
+def check_float8_recipe(float8: Any) -> None:
+    """Check that `float8` is the name of a recipe."""
+    from fused_tp.backends.float8 import RECIPES  # needed only here
+
+    if not isinstance(float8, str):
+        raise TypeError(f"float8 must be the name of a recipe or None, not {type(float8).__name__}.")
+    if float8 not in RECIPES:
+        raise ValueError(f"float8 is {float8!r}; it must be one of {', '.join(map(repr, RECIPES))}.")
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Dtype to which autocast casts matmul operands; None if autocast is off or does not apply (float64)."""
     # torch raises for the meta device, which autocast does not support.

@@ -15,12 +15,19 @@ from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
 @overload
-def column_parallel_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor: ...
+def column_parallel_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike, float8: str | None = None
+) -> Tensor: ...
 
 
 @overload
 def column_parallel_matmul(
-    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, group: GroupLike
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike,
+    float8: str | None = None,
 ) -> list[Tensor]: ...
 
 
@@ -30,6 +37,7 @@ def column_parallel_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: GroupLike,
+    float8: str | None = None,
 ) -> Tensor | list[Tensor]:
     """y = x @ weight^T + bias for x replicated over ranks; backward overlaps the all-reduce of dx with dW.
 
@@ -47,6 +55,8 @@ def column_parallel_matmul(
         weight: [N, K] as in nn.Linear (this rank's rows of the full weight), or a list of such weights.
         bias: [N] or None; for a list of weights, a list with a bias or None for each weight, or None.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        float8: multiply in float8 by this recipe of torchao: "tensorwise", "rowwise" or "rowwise_with_gw_hp"; see
+            `fused_tp.backends.float8`. The terms of dx leave in x's dtype.
 
     Returns:
         y [..., N]; for a list of weights, a list with a y for each.
@@ -61,7 +71,13 @@ def column_parallel_matmul(
     Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
     weights, biases, has_bias = to_lists(weight, bias)
-    outputs: list[Tensor] = COLUMN_PARALLEL_MATMUL(x, weights, biases, has_bias, group)
+    outputs: list[Tensor]
+    if float8 is not None:
+        from fused_tp.ops.float8_column_matmul import FLOAT8_COLUMN_MATMUL  # needed only here
+
+        outputs = FLOAT8_COLUMN_MATMUL(x, weights, biases, has_bias, None, None, float8, group)
+    else:
+        outputs = COLUMN_PARALLEL_MATMUL(x, weights, biases, has_bias, group)
     return outputs if isinstance(weight, (list, tuple)) else outputs[0]
 
 

@@ -101,6 +101,11 @@ def _collective_names(op: Any, values: Sequence[Any]) -> list[str]:
         return []
     if op.name == "all_gather_grouped_matmul_backward":
         return ["reduce_scatter_tensor"] * a.needs_x + ["all_gather_into_tensor"] * a.needs_weight
+    if op.name == "float8_column_matmul_backward":
+        num_gathers = int(a.gather_dim is not None and any(a.needs_weight))
+        return [_COLLECTIVE_BY_KEY_OP[key.op]] * a.needs_x + ["all_gather_into_tensor"] * num_gathers
+    if op.name == "float8_row_matmul_backward":
+        return ["all_gather_into_tensor"] * (a.needs_x or a.needs_d_output) + ["all_reduce"] * a.needs_bias
     if op.name == "all_gather_matmul_backward":
         num_reduce_scatters = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
         return ["reduce_scatter_tensor"] * num_reduce_scatters + ["all_gather_into_tensor"] * any(a.needs_weight)
@@ -129,19 +134,25 @@ def _matmul_sizes(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
             sum(getattr(a, flag, False) for flag in _GROUPED_GRAD_FLAGS) or "backward" not in name,
         )
         yield from [(1, num_rows, *a.weight.shape[1:])] * num_matmuls
-    elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):
+    elif name == "float8_weight_grad":
+        yield 1, a.num_columns, _num_rows(a.x), a.x.shape[-1]
+    elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "float8_row_matmul"):
         yield 1, _num_rows(a.x), *reversed(a.weight.shape)
-    elif name == "matmul_reduce_scatter_backward":
+    elif name in ("matmul_reduce_scatter_backward", "float8_row_matmul_backward"):
         if a.needs_x:
             yield 1, _num_rows(a.x), *a.weight.shape
     elif name in ("linear_cross_entropy", "linear_cross_entropy_backward"):
         num_matmuls = 1 if name == "linear_cross_entropy" else 1 + sum(a.needs[:2])
         yield from [(1, _num_rows(a.hidden), *reversed(a.weight.shape))] * num_matmuls
-    elif name in ("all_gather_matmul", "column_parallel_matmul"):
-        num_rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
+    elif name in ("all_gather_matmul", "column_parallel_matmul", "float8_column_matmul"):
+        num_rows = _num_gathered_rows(a)
         yield from ((1, num_rows, *reversed(w.shape)) for w in a.weights)
-    elif name in ("all_gather_matmul_backward", "column_parallel_matmul_backward"):
-        num_rows = _num_rows(a.x) if hasattr(a, "x") else _num_gathered_rows(a)
+    elif name in (
+        "all_gather_matmul_backward",
+        "column_parallel_matmul_backward",
+        "float8_column_matmul_backward",
+    ):
+        num_rows = _num_gathered_rows(a)
         for w, needed in zip(a.weights, a.needs_weight, strict=True):
             if a.needs_x:
                 yield 1, num_rows, *w.shape
@@ -154,6 +165,7 @@ def _num_rows(x: Tensor) -> int:
 
 
 def _num_gathered_rows(a: Any) -> int:
-    shape = [*a.x_shard.shape[:-1]]
-    shape[a.gather_dim] = a.gather_size
+    shape = [*(a.x if hasattr(a, "x") else a.x_shard).shape[:-1]]
+    if getattr(a, "gather_dim", None) is not None:
+        shape[a.gather_dim] = a.gather_size
     return prod(shape)

@@ -37,7 +37,16 @@ from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.group import GroupLike, resolve_group
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
-from fused_tp.ops.arguments import check_linear, check_tensor, checked_grouped, make_example_routing, normalize_dim
+from fused_tp.ops.arguments import (
+    check_float8,
+    check_linear,
+    check_tensor,
+    checked_grouped,
+    make_example_routing,
+    normalize_dim,
+)
+from fused_tp.ops.float8_column_matmul import FLOAT8_COLUMN_MATMUL, example_float8_column
+from fused_tp.ops.float8_row_matmul import FLOAT8_ROW_MATMUL, example_float8_row
 from fused_tp.ops.op import Op, ScheduleKey, all_ops
 
 
@@ -85,6 +94,7 @@ def explain(
     device: torch.device | str | None = None,
     group: GroupLike = None,
     dim: int | None = None,
+    float8: str | None = None,
 ) -> Explanation:
     """Explain which schedule `op` would use for tensors of `shapes` on every rank, and why; print the returned object.
 
@@ -98,9 +108,10 @@ def explain(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must call `explain`: if needed,
             they set up shared memory or exchange the capabilities of their devices now.
         dim: dim that `all_gather` and `reduce_scatter` gather or scatter; None is 0.
+        float8: the recipe of a matmul in float8.
 
     Raises:
-        ValueError: `op` is not the name of an op that communicates, or the shapes do not fit the op.
+        ValueError: `op` is not the name of an op that communicates, or the shapes or `float8` do not fit the op.
         TypeError: a shape is not a sequence of ints.
 
     Example:
@@ -141,10 +152,11 @@ def explain(
         partial(fused_ring_available_on_all_ranks, resolved_group),
     )
     explanation = _explain_in(
-        op, [shape.shape if isinstance(shape, Tensor) else shape for shape in shapes], dim, dtype, environment
+        op, [shape.shape if isinstance(shape, Tensor) else shape for shape in shapes], dim, dtype, environment, float8
     )
     if (
         explanation.provider is None
+        and float8 is None
         and len(tensors) == 2
         and tensor_argument_names()[op][-1] == "weight"
         and tensors[1].ndim == 2
@@ -255,10 +267,15 @@ class _Environment(NamedTuple):
 
 
 def _explain_in(
-    op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, environment: _Environment
+    op: str,
+    shapes: Sequence[Sequence[int]],
+    dim: int | None,
+    dtype: torch.dtype,
+    environment: _Environment,
+    float8: str | None = None,
 ) -> Explanation:
-    keys = dispatch_keys(op, shapes, dtype, dim, environment.size)
-    name = explained_ops()[op][0].name
+    keys = dispatch_keys(op, shapes, dtype, dim, environment.size, float8)
+    name = (explained_ops()[op][0] if float8 is None else FLOAT8_OPS[op][0]).name
     forward, backward = (
         None if key is None else environment.decide(op_name, key)
         for op_name, key in zip((name, f"{name}_backward"), keys, strict=True)
@@ -282,7 +299,7 @@ def _explain_in(
     tensors = ", ".join(
         f"{name} {list(shape)}" for name, shape in zip(tensor_argument_names()[op], shapes, strict=True)
     )
-    dim_text = "" if dim is None else f", dim={dim}"
+    dim_text = ("" if dim is None else f", dim={dim}") + ("" if float8 is None else f", float8={float8!r}")
     ranks_text = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
     call = f"{op}({tensors}{dim_text}), {str(dtype).removeprefix('torch.')} on {environment.device_name}, {ranks_text}"
     return Explanation(op, call, forward, backward, provider)
@@ -341,13 +358,23 @@ def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
     return dict(sorted(ops.items()))
 
 
+# Op by name of the function that calls it with float8=, and a function that builds its arguments, like
+# `make_example_args` with the recipe.
+FLOAT8_OPS: dict[str, tuple[Op[Any], Callable[[int, str, Tensor, Tensor], Any]]] = {
+    "all_gather_matmul": (FLOAT8_COLUMN_MATMUL, partial(example_float8_column, 0)),
+    "column_parallel_matmul": (FLOAT8_COLUMN_MATMUL, partial(example_float8_column, None)),
+    "matmul_reduce_scatter": (FLOAT8_ROW_MATMUL, partial(example_float8_row, 0)),
+    "matmul_all_reduce": (FLOAT8_ROW_MATMUL, partial(example_float8_row, None)),
+}
+
+
 def tensor_argument_names() -> dict[str, tuple[str, ...]]:
     """Names of the tensors whose shapes `explain` accepts, by op."""
     return {name: tuple(name for name in names if name != "dim") for name, (_, names) in explained_ops().items()}
 
 
 def dispatch_keys(
-    op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int
+    op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int, float8: str | None = None
 ) -> tuple[ScheduleKey | None, ...]:
     """Return the dispatch keys of forward and backward of `op` for tensors of `shapes` on each rank.
 
@@ -382,6 +409,13 @@ def dispatch_keys(
         checked_grouped(names[0], x, weight, *make_example_routing(x, weight))
     elif names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)
-    assert requested_op.make_example_args is not None
-    args = requested_op.make_example_args(size, *tensors)
+    if float8 is not None:
+        if op not in FLOAT8_OPS:
+            raise ValueError(f"float8={float8!r} is supported for {', '.join(FLOAT8_OPS)}, not for {op}; omit float8.")
+        check_float8(float8, names[0], tensors[0])
+        requested_op, make_args = FLOAT8_OPS[op]
+        args = make_args(size, float8, *tensors)
+    else:
+        assert requested_op.make_example_args is not None
+        args = requested_op.make_example_args(size, *tensors)
     return requested_op.key and requested_op.key(args), requested_op.backward_key and requested_op.backward_key(args)

@@ -13,7 +13,9 @@ from fused_tp.ops.arguments import checked_linear
 from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
-def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike, float8: str | None = None
+) -> Tensor:
     """y = all_reduce(x @ weight^T) + bias, bitwise equal on all ranks, with the matmul and the reduction overlapped.
 
     Backward is local: dy is the same on all ranks and counts once (Megatron's convention).
@@ -30,6 +32,8 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
         weight: [N, k], this rank's columns of the full weight.
         bias: [N] or None, the same on all ranks, added once after the sum.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        float8: multiply in float8 by this recipe of torchao: "tensorwise", "rowwise" or "rowwise_with_gw_hp"; see
+            `fused_tp.backends.float8`. The terms of the sum leave in x's dtype.
 
     Returns:
         [..., N]; summed over ranks in float32 (float64 for float64) in rank order and rounded once.
@@ -43,7 +47,13 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
     Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models", 2019.
     """
-    result: Tensor = MATMUL_ALL_REDUCE(x, weight, bias, group)
+    result: Tensor
+    if float8 is not None:
+        from fused_tp.ops.float8_row_matmul import FLOAT8_ROW_MATMUL  # needed only here
+
+        result = FLOAT8_ROW_MATMUL(x, weight, bias, None, float8, group)
+    else:
+        result = MATMUL_ALL_REDUCE(x, weight, bias, group)
     return result
 
 

@@ -10,7 +10,7 @@ from fused_tp.backends.gemm import bias_grad, weight_grad
 from fused_tp.backends.schedule import GatherMatmul, Schedule
 from fused_tp.core.group import GroupLike, group_by_name
 from fused_tp.core.partition import shard_sizes
-from fused_tp.ops.arguments import checked_linear, normalize_token_dim, resized_shape
+from fused_tp.ops.arguments import check_int, checked_linear, normalize_token_dim, resized_shape
 from fused_tp.ops.op import AnyGroup, Op, SavedForBackward, ScheduleKey
 
 
@@ -21,6 +21,7 @@ def matmul_reduce_scatter(
     *,
     group: GroupLike,
     scatter_dim: int = 0,
+    float8: str | None = None,
 ) -> Tensor:
     """y_shard = reduce_scatter(x @ weight^T, scatter_dim) + bias, with the matmul and the reduction overlapped.
 
@@ -39,6 +40,9 @@ def matmul_reduce_scatter(
         bias: [N] or None, the same on all ranks, added once after the sum. Its gradient is complete on each rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         scatter_dim: any dim but the last; may be negative. Sharded as by torch.chunk: the last ranks may get less.
+        float8: multiply in float8 by this recipe of torchao: "tensorwise", "rowwise" or "rowwise_with_gw_hp"; see
+            `fused_tp.backends.float8`. The terms of the sum leave in x's dtype. dy_shard is
+            gathered in 8 bits per element by "tensorwise", or if `weight` needs no gradient.
 
     Returns:
         [..., m, ..., N]; summed over ranks in float32 (float64 for float64) in rank order and rounded once.
@@ -52,7 +56,14 @@ def matmul_reduce_scatter(
 
     Source: see `all_gather_matmul`.
     """
-    result: Tensor = MATMUL_REDUCE_SCATTER(x, weight, bias, scatter_dim, group)
+    result: Tensor
+    if float8 is not None:
+        from fused_tp.ops.float8_row_matmul import FLOAT8_ROW_MATMUL  # needed only here
+
+        check_int("scatter_dim", scatter_dim)  # None would not scatter
+        result = FLOAT8_ROW_MATMUL(x, weight, bias, scatter_dim, float8, group)
+    else:
+        result = MATMUL_REDUCE_SCATTER(x, weight, bias, scatter_dim, group)
     return result
 
 

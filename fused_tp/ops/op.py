@@ -142,7 +142,7 @@ class Op(Generic[A]):
         fake: Callable[[A], Any],
         *,
         key: Callable[[A], ScheduleKey | None] | None = None,
-        backward_key: Callable[[A], ScheduleKey] | None = None,
+        backward_key: Callable[[A], ScheduleKey | None] | None = None,
         make_example_args: Callable[..., A] | None = None,
         prepare: Callable[[A], A] | None = None,
         saves: Sequence[str | int] = (),

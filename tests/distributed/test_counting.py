@@ -23,6 +23,10 @@ RING = 2 * 4 * 8 * 8  # one matmul: heads, own queries, all keys, head_dim
 EXPECTED: dict[str, tuple[dict[str, int], int]] = {
     "all_gather": ({GATHER: 1, SCATTER: 1}, 0),
     "all_gather_matmul": ({GATHER: 2, SCATTER: 1}, 3 * 2 * 2 * MATMUL),
+    "all_gather_matmul float8": ({GATHER: 2, SCATTER: 1}, 3 * 2 * 2 * MATMUL),
+    "column_parallel_matmul float8": ({SUM: 1}, 3 * MATMUL),
+    "matmul_all_reduce float8": ({SUM: 1}, 3 * MATMUL),
+    "matmul_reduce_scatter float8": ({SCATTER: 1, GATHER: 1, SUM: 1}, 3 * MATMUL),
     "all_gather_grouped_matmul": ({GATHER: 2, SCATTER: 1}, 3 * GROUPED),
     "column_parallel_grouped_matmul": ({SUM: 1}, 3 * GROUPED),
     "grouped_matmul_all_reduce": ({SUM: 1}, 3 * GROUPED),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import fused_tp
 from fused_tp.backends import registry
 from fused_tp.core.dispatch import ScheduleKey
-from fused_tp.ops.explain import explain_hypothetical, tensor_argument_names
+from fused_tp.ops.explain import FLOAT8_OPS, explain_hypothetical, tensor_argument_names
 from fused_tp.ops.op import all_ops
 from tests.distributed.test_every_op import calls, public_ops
 from tests.workers import run_ranks
@@ -75,6 +75,8 @@ def compare(group: dist.ProcessGroup, op: str, call: Callable[..., Any], tensors
 def compare_all(group: dist.ProcessGroup, dtype: torch.dtype) -> list[str]:
     known = {op: call for op, call in calls(group, dtype).items() if op in tensor_argument_names()}
     said = [compare(group, op, *call) for op, call in known.items()]
+    for op in FLOAT8_OPS:
+        said.append(compare(group, op, *calls(group, dtype)[f"{op} float8"], float8="tensorwise"))
     for op, dim in itertools.product(("all_gather", "reduce_scatter"), (0, 1, -1)):
         run = partial(getattr(fused_tp, op), dim=dim, group=group)
         said.append(compare(group, op, run, [torch.ones(2, 12, 8, dtype=dtype, requires_grad=True)], dim=dim))

@@ -36,9 +36,9 @@ Case = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "all_gather": ((X, 0), {}, {"dim": 1}),
     "reduce_scatter": ((X, 0), {}, {"dim": 1}),
-    "all_gather_matmul": ((X.view(4, 1, 4), X, X[0]), {}, {"gather_dim": 1}),
-    "matmul_reduce_scatter": ((X.view(2, 2, 4), X), {}, {"scatter_dim": 1, "bias": X[0]}),
-    "matmul_all_reduce": ((X, X), {}, {"bias": X[0]}),
+    "all_gather_matmul": ((X.view(4, 1, 4), X, X[0]), {}, {"gather_dim": 1, "float8": "rowwise"}),
+    "matmul_reduce_scatter": ((X.view(2, 2, 4), X), {}, {"scatter_dim": 1, "bias": X[0], "float8": "rowwise"}),
+    "matmul_all_reduce": ((X, X), {}, {"bias": X[0], "float8": "rowwise"}),
     "all_gather_grouped_matmul": ((X.view(4, 1, 4), STACKED, TOKENS, OFFSETS), {}, {"gather_dim": 1}),
     "grouped_matmul_reduce_scatter": (
         (X, STACKED, TOKENS, OFFSETS),

@@ -18,6 +18,8 @@ from fused_tp.backends.messages.torch_dist import torch_dist
 from fused_tp.core.group import GroupName, resolve_group
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
+from fused_tp.ops.float8_column_matmul import FLOAT8_COLUMN_MATMUL
+from fused_tp.ops.float8_row_matmul import FLOAT8_ROW_MATMUL
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
@@ -62,6 +64,11 @@ def test_input_and_weight_gradients_apart_are_those_of_a_backward(group: dist.Pr
         (COLUMN_PARALLEL_MATMUL, (x, [w], [b], [True])),
         (MATMUL_REDUCE_SCATTER, (x, w, b, 0)),
         (MATMUL_ALL_REDUCE, (x, w, b)),
+        (FLOAT8_COLUMN_MATMUL, (x, [w, w], [b], [False, True], 0, size, "tensorwise")),
+        (FLOAT8_COLUMN_MATMUL, (x, [w], [b], [True], None, None, "rowwise")),
+        (FLOAT8_ROW_MATMUL, (x, w, b, 0, "tensorwise")),
+        (FLOAT8_ROW_MATMUL, (x, w, b, 0, "rowwise_with_gw_hp")),
+        (FLOAT8_ROW_MATMUL, (x, w, b, None, "tensorwise")),
         (MATMUL_ALL_REDUCE_RMS_NORM, (x, w, residual, norm, 1e-5)),
     ]
     for op, values in cases:

@@ -75,6 +75,18 @@ def linear_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
     ]
 
 
+def float8_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
+    return [
+        (lambda: op(float8="e4m3"), ValueError, "float8 is 'e4m3'; it must be one of 'tensorwise', 'rowwise'"),
+        (lambda: op(float8=True), TypeError, "float8 must be the name of a recipe or None, not bool."),
+        (
+            lambda: op(X.double(), weight=W.double(), float8="rowwise"),
+            TypeError,
+            f"{x} has dtype float64; float8='rowwise' supports float16, bfloat16 and float32.",
+        ),
+    ]
+
+
 def bias_cases(op: Callable[..., Any]) -> list[Refusal]:
     return [
         (lambda: op(bias=torch.ones(4)), ValueError, "bias has shape (4,); it must be (5,), one for each row of"),
@@ -146,6 +158,21 @@ CASES: list[Refusal] = [
     (lambda: norm(eps=float("nan")), ValueError, "eps is nan; it must be positive"),
     (lambda: norm(eps="1e-6"), TypeError, "eps must be a float, not str."),
     (lambda: norm(group=0), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, got int."),
+    *float8_cases(ag, "x_shard"),
+    *float8_cases(rs, "x"),
+    *float8_cases(ar, "x"),
+    *float8_cases(col, "x"),
+    *dim_cases(partial(ag, float8="rowwise"), "gather_dim", "x_shard"),
+    *dim_cases(partial(rs, float8="rowwise"), "scatter_dim", "x"),
+    *linear_cases(partial(ar, float8="rowwise"), "x"),
+    *list_cases(partial(col, float8="rowwise")),
+    (lambda: ag(float8="rowwise", gather_dim=None), TypeError, "gather_dim must be an int, not NoneType."),
+    (lambda: rs(float8="rowwise", scatter_dim=None), TypeError, "scatter_dim must be an int, not NoneType."),
+    (
+        lambda: ag(float8="rowwise", return_gathered=True),
+        ValueError,
+        "float8='rowwise' gathers x in float8, so return_gathered cannot return x. Omit one of the two.",
+    ),
     *linear_cases(mm_norm, "x"),
     (lambda: mm_norm(residual=X), ValueError, "residual has shape (3, 4); it must be (3, 5), the shape of the sum"),
     (lambda: mm_norm(residual=R.half()), TypeError, "residual has dtype torch.float16, but x has torch.float32"),
@@ -221,6 +248,8 @@ CASES += [
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),
     (lambda: explain("matmul_all_reduce", (1, 2), (3, 3)), ValueError, "weight has shape (3, 3); it must be"),
     (lambda: explain("all_gather", (2, 3), dim=2), ValueError, "dim=2 is out of range for x_shard of shape (2, 3)"),
+    (lambda: explain("all_reduce", (2, 3), float8="rowwise"), ValueError, "is supported for all_gather_matmul, column"),
+    (lambda: explain("matmul_all_reduce", (2, 3), (4, 3), float8="e4m3"), ValueError, "float8 is 'e4m3'; it must be"),
     (lambda: explain("all_reduce", (2, 3), dim=0), ValueError, "dim=0 is supported for all_gather, reduce_scatter"),
     (lambda: explain("ring_attention", (1, 4, 2, 8)), ValueError, "ring_attention needs 3 shapes (q, k, v), got 1."),
     (

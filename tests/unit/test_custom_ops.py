@@ -18,6 +18,8 @@ from fused_tp.ops.attention_arguments import build_arguments, checked_arguments
 from fused_tp.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
 from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
+from fused_tp.ops.float8_column_matmul import FLOAT8_COLUMN_MATMUL
+from fused_tp.ops.float8_row_matmul import FLOAT8_ROW_MATMUL
 from fused_tp.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
@@ -33,6 +35,7 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
     return seeded(*shape, dtype=torch.float64, seed=seed).requires_grad_()
 
 
+HALF = leaf(2, 3, 4).bfloat16()
 Q, K = leaf(2, 6, 4, 8), leaf(2, 6, 2, 8, seed=1)
 CACHE = Q[:, :1].detach(), K.detach(), K.detach()
 BOUNDS = torch.tensor([0, 2, 6])
@@ -44,6 +47,10 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (MATMUL_REDUCE_SCATTER, (leaf(2, 3, 4), leaf(5, 4), leaf(5), 1, "")),
     (MATMUL_ALL_REDUCE, (leaf(3, 4), leaf(5, 4), None, "")),
     (COLUMN_PARALLEL_MATMUL, (leaf(3, 4), [leaf(5, 4), leaf(2, 4)], [leaf(5)], [True, False], "")),
+    (FLOAT8_COLUMN_MATMUL, (HALF, [leaf(5, 4).bfloat16()], [], [False], 1, 3, "rowwise", "")),
+    (FLOAT8_COLUMN_MATMUL, (HALF, [leaf(5, 4).bfloat16()], [], [False], None, None, "tensorwise", "")),
+    (FLOAT8_ROW_MATMUL, (HALF, leaf(5, 4).bfloat16(), leaf(5).bfloat16(), 1, "tensorwise", "")),
+    (FLOAT8_ROW_MATMUL, (HALF, leaf(5, 4).bfloat16(), None, None, "rowwise_with_gw_hp", "")),
     (ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(3, 4, seed=1), leaf(4), 1e-6, "")),
     (MATMUL_ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(5, 4), leaf(3, 5), leaf(5), 1e-6, "")),
     (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), 4, 0.1, -100, "mean", "")),

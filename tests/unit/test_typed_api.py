@@ -24,6 +24,8 @@ def types(x: Tensor, w: Tensor, lengths: Tensor, cache: ContextKVCache, mesh: De
     assert_type(gather(x, (w, w), group=None, return_gathered=True), tuple[list[Tensor], Tensor])
     assert_type(fused_tp.column_parallel_matmul(x, w, w, group=None), Tensor)
     assert_type(fused_tp.column_parallel_matmul(x, [w, w], group=None), list[Tensor])
+    assert_type(gather(x, [w, w], group=None, float8="tensorwise"), list[Tensor])
+    assert_type(fused_tp.column_parallel_matmul(x, w, group=None, float8="rowwise"), Tensor)
     assert_type(fused_tp.matmul_all_reduce(x, w, group=None), Tensor)
     assert_type(fused_tp.matmul_reduce_scatter(x, w, group=None), Tensor)
     assert_type(fused_tp.all_reduce_rms_norm(x, x, w, 1e-5, group=None), tuple[Tensor, Tensor])
