@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fused_tp.core.group import GroupLike
 from fused_tp.core.heads import partition_heads
+from fused_tp.nn.float8 import float8_recipe
 from fused_tp.nn.norm import with_reduced_grad
 from fused_tp.nn.sharding import (
     Memo,
@@ -35,7 +36,7 @@ from fused_tp.nn.sharding import (
     shard_rows,
 )
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
-from fused_tp.ops.arguments import check_bool
+from fused_tp.ops.arguments import check_bool, check_float8_recipe
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -55,6 +56,7 @@ class LayerKeywords(TypedDict, total=False):
     mesh: Required[DeviceMesh]
     sequence_parallel: bool
     sequence_dim: int
+    float8: str | None
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -79,6 +81,7 @@ class _ParallelLinear(nn.Linear):
         mesh: DeviceMesh,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
+        float8: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -88,7 +91,10 @@ class _ParallelLinear(nn.Linear):
         check_bool(bias=bias, sequence_parallel=sequence_parallel)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, got {dtype}.")
+        if float8 is not None:
+            check_float8_recipe(float8)
         self.mesh = check_mesh(mesh)
+        self.float8 = float8
         self.in_features = in_features
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
@@ -124,7 +130,7 @@ class _ParallelLinear(nn.Linear):
         """Build the layer over `mesh` from an nn.Linear that every rank holds. Each rank copies its shard locally.
 
         A weight on the meta device stays uninitialized (call `reset_parameters` or load a checkpoint). transformers'
-        `Conv1D` is accepted too; its weight stays [in, out].
+        `Conv1D` is accepted too; its weight stays [in, out]. The layer of torchao's Float8Linear has its recipe.
 
         Args:
             memo: pass one to all conversions of a model to keep tied weights tied.
@@ -135,7 +141,8 @@ class _ParallelLinear(nn.Linear):
 
         Raises:
             TypeError: `linear` is not an nn.Linear, or its weight is a DTensor.
-            ValueError: the sharded features are no multiple of `parts`, or of `parts` x ranks for more than two parts.
+            ValueError: the sharded features are no multiple of `parts`, or of `parts` x ranks for more than two parts;
+                a Float8Linear has another config than a recipe.
 
         Example:
             >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
@@ -152,6 +159,7 @@ class _ParallelLinear(nn.Linear):
     def load_shards(self, linear: nn.Linear, memo: Memo | None, num_parts: int = 1) -> None:
         """Replace the parameters by this rank's shards of the parameters of `linear`."""
         self._is_transposed = is_conv1d(linear)
+        self.float8 = float8_recipe(linear) or self.float8
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
             full_parameter = linear._parameters[name]
             if full_parameter is None:
@@ -196,6 +204,7 @@ class _ParallelLinear(nn.Linear):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"tp={self.mesh.size()}, sequence_parallel={self.sequence_parallel}"
+            + ("" if self.float8 is None else f", float8={self.float8!r}")
         )
 
 
@@ -213,6 +222,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: x is sharded along `sequence_dim`; the gather is fused into the matmul (`all_gather_matmul`).
         gather_output: return all output features on all ranks.
         sequence_dim: the sequence dim of x; used only with `sequence_parallel`.
+        float8: recipe by which the layer multiplies in float8, as in `all_gather_matmul`; parameters keep their dtype.
 
     Raises:
         TypeError, ValueError: the mesh is not 1-D, a size is below 1, or the input has another width or dtype. Raised
@@ -272,6 +282,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: y is sharded along `sequence_dim`; the reduction is fused (`matmul_reduce_scatter`).
         input_is_parallel: x holds only this rank's features, such as the output of a column-parallel layer.
         sequence_dim: the sequence dim of y; used only with `sequence_parallel`.
+        float8: as in ColumnParallelLinear.
 
     Raises:
         TypeError, ValueError: as in ColumnParallelLinear, or for `sequence_parallel` without `input_is_parallel`.
@@ -312,7 +323,7 @@ class RowParallelLinear(_ParallelLinear):
             self._check_input(x, self.in_features, "in_features")
             x = scatter(x, -1, group=self.mesh)
         scatter_dim = self.sequence_dim if self.sequence_parallel else None
-        return row_matmul(x, weight, bias, self.mesh, scatter_dim)
+        return row_matmul(x, weight, bias, self.mesh, scatter_dim, self.float8)
 
 
 def column_matmul(
@@ -322,6 +333,7 @@ def column_matmul(
     group: GroupLike,
     gather_dim: int | None = None,
     gather_size: int | None = None,
+    float8: str | None = None,
 ) -> Weights:
     """Return x @ weight^T + bias for this rank's rows of the weight: the computation of every column-parallel linear.
 
@@ -330,28 +342,41 @@ def column_matmul(
     Args:
         bias: None or a Tensor; for a sequence of weights, a sequence with None or a Tensor for each.
         gather_size: length of the gathered dim; needed if the ranks' shards differ in length.
+        float8: as in `all_gather_matmul`.
     """
     if gather_dim is None:
-        return column_parallel_matmul(x, weight, bias, group=group)
-    return all_gather_matmul(x, weight, bias, group=group, gather_dim=gather_dim, gather_size=gather_size)
+        return column_parallel_matmul(x, weight, bias, group=group, float8=float8)
+    return all_gather_matmul(
+        x, weight, bias, group=group, gather_dim=gather_dim, gather_size=gather_size, float8=float8
+    )
 
 
 def row_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, scatter_dim: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: GroupLike,
+    scatter_dim: int | None = None,
+    float8: str | None = None,
 ) -> Tensor:
     """Return the sum over ranks of x @ weight^T, plus the bias once: the computation of every row-parallel linear.
 
     With `scatter_dim`, each rank gets only its shard of the sum along that dim.
     """
     if scatter_dim is None:
-        return matmul_all_reduce(x, weight, bias, group=group)
-    return matmul_reduce_scatter(x, weight, bias, group=group, scatter_dim=scatter_dim)
+        return matmul_all_reduce(x, weight, bias, group=group, float8=float8)
+    return matmul_reduce_scatter(x, weight, bias, group=group, scatter_dim=scatter_dim, float8=float8)
 
 
 def column_forward(
     layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None, batch: int | None = None
 ) -> list[Tensor]:
-    """Return the outputs of column-parallel `layers` for the same x, by one op that communicates x once."""
+    """Return the outputs of column-parallel `layers` for the same x, by one op that communicates x once.
+
+    Layers whose `float8` differ need x in different precisions, so each runs by itself.
+    """
+    if len(layers) > 1 and len({layer.float8 for layer in layers}) > 1:
+        return [y for layer in layers for y in column_forward([layer], x, gather_size, batch)]
     if batch is not None:
         return [y.flatten(0, 1) for y in column_forward(layers, x.unflatten(0, (batch, -1)), gather_size)]
     first_layer = layers[0]
@@ -365,7 +390,7 @@ def column_forward(
             )
     weights, biases = zip(*(layer.local_parameters() for layer in layers), strict=True)
     gather_dim = first_layer.sequence_dim if first_layer.sequence_parallel else None
-    outputs = column_matmul(x, weights, biases, first_layer.mesh, gather_dim, gather_size)
+    outputs = column_matmul(x, weights, biases, first_layer.mesh, gather_dim, gather_size, first_layer.float8)
     return [
         gather(y, -1, group=layer.mesh, gather_size=layer.out_features) if layer.gather_output else y
         for layer, y in zip(layers, outputs, strict=True)

@@ -219,7 +219,7 @@ def parallelize(
 
     Args:
         model: a transformers model, a PeftModel of LoRA adapters, or any nn.Module that keeps the contract of
-            `fused_tp.parallelizing.plain_model`.
+            `fused_tp.parallelizing.plain_model`. Layers of torchao's `convert_to_float8_training` keep their recipe.
         mesh: DeviceMesh with named dims, at least one of `tp_dim`, `cp_dim` and `ep_dim`. Other dims, such as "dp", are
             not used.
         tp_dim, cp_dim: names of the dims; a dim that the mesh does not have counts as size 1. A dim of size 1 shards

@@ -173,8 +173,8 @@ class SequenceSharding:
             layer.defer_output = None
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
-        # Not if adapters add to its output.
-        if self.parallelism.loss_parallel and type(head) is ColumnParallelLinear:
+        # Not if adapters add to its output, nor in float8, in which `linear_cross_entropy` does not multiply.
+        if self.parallelism.loss_parallel and type(head) is ColumnParallelLinear and head.float8 is None:
             head.defer_output = self._defer_logits
         # Hook the layers inside, too: when adapters are merged, a layer inside becomes the output layer again.
         self._head_hooks = [

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.nn.float8 import float8_recipe
 from fused_tp.nn.linear import MultiQueryLinear, RepeatedColumnLinear, features_of, is_conv1d
 from fused_tp.parallelizing.expert_parallel import check_distributable
 from fused_tp.parallelizing.experts import takes_routing
@@ -643,9 +644,13 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         _check_not_by_head(name, module)
     class_path = f"{type(module).__module__}.{type(module).__name__}"
     expected_class = STYLES[style].module_class
+    try:
+        is_float8 = float8_recipe(module) is not None
+    except ValueError as error:
+        raise ValueError(f"{name!r} cannot be sharded: {error}") from None
     # Exact types: a subclass may have another forward (quantized, with adapters), which the replacement would drop.
     are_alternatives_supported = {
-        nn.Linear: is_conv1d(module) or class_path in LINEAR_LIKE_CLASSES,
+        nn.Linear: is_conv1d(module) or is_float8 or class_path in LINEAR_LIKE_CLASSES,
         nn.Embedding: embedding_scale(module) is not None,
     }
     is_supported = type(module) is expected_class or are_alternatives_supported.get(expected_class, False)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_tp.nn.float8 import is_float8_linear
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.layers import HookArguments, attachments
@@ -88,7 +89,7 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, exchanges_expert_rows: 
                 "sequence_parallel=False."
             )
         # A replicated nn.Linear that is itself a block treats tokens independently, so it runs on a shard.
-        if not (block == name and type(module) is nn.Linear and style is None):
+        if not (block == name and (type(module) is nn.Linear or is_float8_linear(module)) and style is None):
             blocks[block] = None
     shard_blocks = (
         []

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map
 
 from fused_tp.backends.gemm import linear
 from fused_tp.core.errors import FusedTPError
+from fused_tp.nn.float8 import without_float8
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
 from fused_tp.parallelizing.checks.float32 import Find16BitResults, has_16_bit_parameters, in_float32, widen_arguments
 from fused_tp.parallelizing.checks.model_check import warn_once
@@ -128,7 +129,8 @@ def compare_sharding(
         if not reason:
             stack.enter_context(noise_on_constants(model, outcome))
             num_ranks = (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
-            runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline, cp is not None)
+            with without_float8([model]):
+                runs, reason = _run_unsharded(model, verify, num_rows, num_ranks, is_pipeline, cp is not None)
             if runs:
                 _report_token_functions(type(model).__name__, runs[0].token_functions, meshes)
         reports = gather_over_meshes(meshes, "outputs of the unsharded model", [reason, len(runs)])
@@ -140,9 +142,10 @@ def compare_sharding(
             return
         is_in_eval_mode = model.training and runs[0].mode is Mode.EVAL and not is_pipeline
         yield outcome
-        results = [
-            _compare_run(run, outcome, meshes, tp, cp) for run in runs[: min(run_count for _, run_count in reports)]
-        ]
+        with without_float8(outcome.modules):  # the scales of shards differ from those of the whole
+            results = [
+                _compare_run(run, outcome, meshes, tp, cp) for run in runs[: min(run_count for _, run_count in reports)]
+            ]
         failures = [message for is_equal, message in results if is_equal is False]
         outcome.is_equal = not failures and any(is_equal for is_equal, _ in results)
     if failures:

@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.core.checks import is_change_check_due, is_power_of_two, is_repetition_due
 from fused_tp.core.errors import FusedTPError
 from fused_tp.nn.checkpoint import gather_tensors
+from fused_tp.nn.float8 import without_float8
 from fused_tp.nn.sharding import as_dtensors, local_shard, shard_like
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.parallelizing.checks.batch_check import are_checks_suspended, gather_over_meshes
@@ -443,14 +444,15 @@ class _StepComparison:
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         known_shapes = self.check.output_shapes
-        if (key := self._shapes_key()) not in known_shapes:
-            with isolated_passes(self.model, self.mode, with_gradients=self.with_gradients):
-                known_shapes[key] = [t.shape for t in self._run()]
-        reason = self._gather_parameters()
-        if self.check.calls > 1 or reason:
-            return self._compare(key, reason)
-        with noise_on_sharded_constants(self.model, self.full_parameters):
-            return self._compare(key, reason)
+        with without_float8([self.model]):  # the scales of shards differ from those of the whole
+            if (key := self._shapes_key()) not in known_shapes:
+                with isolated_passes(self.model, self.mode, with_gradients=self.with_gradients):
+                    known_shapes[key] = [t.shape for t in self._run()]
+            reason = self._gather_parameters()
+            if self.check.calls > 1 or reason:
+                return self._compare(key, reason)
+            with noise_on_sharded_constants(self.model, self.full_parameters):
+                return self._compare(key, reason)
 
     def _compare(self, key: object, reason: str) -> str:
         """Compare the gathered parameters; see `compare`.
@@ -598,6 +600,7 @@ class _StepComparison:
     def _unsharded(self, written_variables: dict[VariableId, Any] | None = None) -> Iterator[Callable[[], bool]]:
         with (
             self.check.unsharded_model.restore(self.model, self.full_parameters),
+            without_float8([self.model]),
             preserve_state(
                 [self.model], self.mode, with_gradients=self.with_gradients, written_variables=written_variables
             ) as drew_random,
