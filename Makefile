@@ -66,7 +66,7 @@ $(VENV)/installed-nccl: | $(VENV)/installed
 $(VENV)/installed-stacks: constraints.txt | $(VENV)/installed
 	$(PIP) "fused-tp[trl]"
 	$(PIP) --no-deps lightning lightning-utilities torchmetrics \
-		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard
+		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard torchao
 	touch $@
 
 # numpy: before 2.4, Triton 3.6 interprets with no other.
