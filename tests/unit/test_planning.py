@@ -194,11 +194,11 @@ def test_layers_of_several_kinds() -> None:
         config = ParallelConfig(**sizes)
         return CostModel(shape=moe, config=config, machine=MACHINES["h100"], seq=512, global_batch=8)
 
-    # The second stage has no dense layer. The model's tp_plan does not shard attention: every tp rank holds all of it.
+    # The second stage has no dense layer. Every tp rank holds the projections to latents and the routers.
     halves = of_rank(pp=2, microbatches=8).memory.weights / 2
     assert halves == 30 * sparse.parameters + moe.embedding.count
     cut = of_rank(tp=2).memory.weights / 2
-    assert moe.parameters / 2 < cut < 0.6 * moe.parameters and not any(one.is_sharded for one in moe.attention)
+    assert moe.parameters / 2 < cut < 0.502 * moe.parameters and all(one.is_sharded for one in moe.attention)
 
 
 def test_shared_layers_cost_memory_once_and_operations_each_time() -> None:
@@ -226,8 +226,9 @@ def test_what_parallelize_refuses_is_not_planned() -> None:
     pytest.importorskip("transformers")
     shape_of = cache(find_shape)
     for kind, sizes, says in (
-        ("roformer", {"tp": 2}, "has no tp_plan"),
-        ("jamba", {"cp": 2}, "mix tokens by other means than attention"),
+        ("roformer", {"tp": 2}, "which sequence_parallel=True needs"),
+        ("xlnet", {"tp": 2}, "has no tp_plan"),
+        ("minimax", {"cp": 2}, "mix tokens by other means than attention"),
         ("gemma", {"tp": 2, "sequence_parallel": False}, ""),
         ("gemma3", {"tp": 2}, "sequence_parallel=True supports only these"),
         ("gemma3", {"tp": 2, "sequence_parallel": False, "loss_parallel": False}, ""),
