@@ -606,7 +606,8 @@ def test_experts_that_are_not_served(group: dist.ProcessGroup) -> None:
         plan=without,
     )
     without = {name: style for name, style in plan.items() if name != experts}
-    refuses(ValueError, "for parameters of modules with the styles .*moe_tp_experts", parallelize, make("mixtral"), mesh, plan=without)
+    says = "for parameters of modules with the styles .*moe_tp_experts"
+    refuses(ValueError, says, parallelize, make("mixtral"), mesh, plan=without)
     model = make("mixtral")
     model.model.layers[1].mlp.experts.norm = nn.LayerNorm(32)
     refuses(ValueError, r"layers\.1.*its 'norm.bias' is not in the plan", parallelize, model, mesh)
