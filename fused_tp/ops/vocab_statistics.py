@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings
@@ -81,8 +81,12 @@ def find_local_targets(target: Tensor, vocab_range: tuple[int, int]) -> tuple[Te
 
 
 def loss_kernels(x: Tensor) -> Any:
-    """Return the module of Triton kernels for the cross entropy of `x`, on GPUs; None if torch's operations serve."""
-    if not x.is_cuda or x.dtype not in _KERNEL_DTYPES or not has_triton():
+    """Return the module of Triton kernels for the cross entropy of `x`, on GPUs; None if torch's operations serve.
+
+    They do where they are traced (torch.compile traces a backward that is no op of its own).
+    """
+    is_traced = torch._C._len_torch_dispatch_stack() > 0 or type(x) not in (Tensor, nn.Parameter)
+    if not x.is_cuda or x.dtype not in _KERNEL_DTYPES or is_traced or not has_triton():
         return None
     from fused_tp.triton_kernels import cross_entropy
 

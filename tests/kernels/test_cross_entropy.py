@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_tp
-from fused_tp.ops import linear_cross_entropy, vocab_parallel_cross_entropy
+from fused_tp.ops import linear_cross_entropy, vocab_parallel_cross_entropy, vocab_statistics
 from fused_tp.ops.vocab_statistics import fill_statistics
 from tests.kernels.ranks import interpreted
 from tests.reference import seeded
@@ -98,6 +99,12 @@ def test_gradients(group: dist.ProcessGroup) -> None:
             eps = torch.finfo(dtype).eps
             found = torch.where(wanted == 0, 0, out)  # smoothing counts elements that are -inf as well
             torch.testing.assert_close(found.double(), wanted, rtol=2 * eps, atol=1e-7 + (1e-7 if eps > 1e-4 else 0))
+
+
+def test_traced_calls_run_torchs_operations() -> None:
+    """torch.compile traces the backward of vocab_parallel_cross_entropy with tensors that have no memory."""
+    with FakeTensorMode():
+        assert vocab_statistics.loss_kernels(torch.empty(2, 3, device="cuda")) is None
 
 
 @interpreted(2)
